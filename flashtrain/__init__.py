@@ -1,0 +1,1 @@
+"""flashtrain: long-context training on block-sparse and dense flash attention."""

@@ -1,0 +1,53 @@
+"""Which backend can do which call, decided before anything is launched."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "portable", "sdpa", "standard")
+
+# What the kernels hold in registers and shared memory ends here.
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def supported(backend: str, q: Tensor, return_lse: bool = False) -> str | None:
+    """Why `backend` cannot do attention on tensors like q, or None if it can."""
+    if backend == "sdpa":
+        return "PyTorch's SDPA does not return the lse" if return_lse else None
+    if backend == "standard":
+        return None
+    if q.device.type != "cuda" and not interpreted():
+        return f"the Triton kernels need a CUDA GPU (or TRITON_INTERPRET=1) and q is on {q.device}"
+    if q.dtype not in KERNEL_DTYPES:
+        return f"the kernels take float16, bfloat16 and float32, not {q.dtype}"
+    if not MIN_HEAD_DIM <= q.shape[-1] <= MAX_HEAD_DIM:
+        return f"the kernels take head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {q.shape[-1]}"
+    return None
+
+
+def choose_backend(requested: str, q: Tensor, return_lse: bool = False) -> str:
+    """The backend that will run; `auto` takes the first that can.
+
+    Raises:
+        ValueError: an unknown name, or a call that the named backend cannot do, with the reason.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"backend={requested!r}: choose one of {', '.join(BACKENDS)}")
+    if requested != "auto":
+        reason = supported(requested, q, return_lse)
+        if reason is not None:
+            raise ValueError(f"backend={requested!r}: {reason}; backend='auto' takes one that can")
+        return requested
+    for candidate in ("portable", "sdpa"):
+        if supported(candidate, q, return_lse) is None:
+            return candidate
+    return "standard"
+
+
+def interpreted() -> bool:
+    """True where Triton kernels run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
