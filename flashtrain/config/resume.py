@@ -1,0 +1,86 @@
+"""Which configuration a resumed run has: the one it was started with, and the few keys that may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flashtrain.config.build import ConfigError, leaf_types
+from flashtrain.config.command_line import overrides_of
+
+# Everything else shaped the weights or the order of the data, and a change would make the run something else.
+_MAY_CHANGE = (
+    "attention.backend",
+    "logger.",
+    "memory.",
+    "optimizer.",
+    "schedule.",
+    "trainer.accelerator",
+    "trainer.checkpoint_every_n_steps",
+    "trainer.compile",
+    "trainer.keep_checkpoints",
+    "trainer.log_every_n_steps",
+    "trainer.max_steps",
+    "trainer.max_time",
+    "trainer.micro_batch_tokens",
+    "trainer.peak_tflops",
+    "trainer.sample_tokens",
+    "trainer.val_every_n_steps",
+    "trainer.val_tokens",
+)
+
+
+def resumed(composed: Mapping[str, Any], arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The stored configuration of the run that `resume` names, with the command line's changes.
+
+    Args:
+        composed: what the command line composes to, had the run been new.
+        arguments: the command line.
+
+    Returns:
+        The raw configuration, and one line for each key that changes.
+
+    Raises:
+        ConfigError: no such run, or a change that a resume cannot honour; both values are named.
+    """
+    path = Path(str(composed["runs_dir"])) / str(composed["resume"]) / "config.yaml"
+    if not path.is_file():
+        known = sorted(str(p.parent.relative_to(path.parents[1])) for p in path.parents[1].glob("*/config.yaml"))
+        there = f"runs there: {', '.join(known[-8:])}" if known else "there is no run in that folder"
+        raise ConfigError([f"resume={composed['resume']}: {path} does not exist; {there}"])
+    stored: dict[str, Any] = yaml.safe_load(path.read_text())
+    given = [argument.lstrip("+~").split("=", 1)[0] for argument in overrides_of(arguments)]
+    changes, problems = [], []
+    for key in leaf_types():
+        if key in ("resume", "run_id", "runs_dir") or not any(key == g or key.startswith(f"{g}.") for g in given):
+            continue
+        old, new = _get(stored, key), _get(composed, key)
+        if old == new:
+            continue
+        if key.startswith(_MAY_CHANGE):
+            changes.append(f"{key}: {old} -> {new}")
+            _set(stored, key, new)
+        else:
+            problems.append(
+                f"{key}={new}: the run was started with {old}, and a resume keeps it; start a new run instead"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return {**stored, "resume": composed["resume"], "run_id": None, "runs_dir": composed["runs_dir"]}, changes
+
+
+def _get(tree: Mapping[str, Any], key: str) -> Any:
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree[section]
+    tree[last] = value

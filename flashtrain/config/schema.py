@@ -1,0 +1,145 @@
+"""The typed form of everything under conf/. What each key means, its unit and its default stand in the YAML, above it.
+
+`Size` takes 16k, `Duration` takes 8m. `Literal` lists what a key may be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+Size = Annotated[int, "size"]
+Duration = Annotated[float, "duration"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    num_kv_heads: int | None
+    head_dim: int | None
+    mlp_size: int | None
+    positions: Literal["learned", "rope", "none"]
+    rope_theta: float
+    norm: Literal["layernorm", "rmsnorm"]
+    norm_eps: float
+    activation: Literal["gelu", "swiglu"]
+    qk_norm: bool
+    bias: bool
+    tie_embeddings: bool
+    dropout: float
+    init_std: float
+    tokenizer: str
+    lr: float
+    batch_tokens: Size
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    backend: Literal["auto", "portable", "sdpa", "standard"]
+    window: Size | None
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: Literal["python", "text", "jsonl", "parquet", "hub"]
+    path: str | None
+    name: str | None
+    subset: str | None
+    split: str
+    text_key: str
+    tokenizer: str | None
+    prepared_dir: str
+    val_fraction: float
+    packing: Literal["concat", "whole"]
+    document_borders: bool
+    min_document_tokens: Size
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: Literal["adamw"]
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    name: Literal["cosine", "wsd", "constant"]
+    warmup_steps: Size
+    decay_fraction: float
+    min_lr_ratio: float
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    checkpointing: Literal["auto", "none", "full"]
+    loss_chunk_tokens: Size
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    max_steps: Size
+    max_time: Duration | None
+    batch_tokens: Size
+    micro_batch_tokens: Size
+    accelerator: Literal["auto", "cpu", "cuda"]
+    devices: int
+    precision: Literal["auto", "32-true", "bf16-mixed", "bf16-true"]
+    compile: bool
+    deterministic: bool
+    log_every_n_steps: Size
+    val_every_n_steps: Size
+    val_tokens: Size
+    checkpoint_every_n_steps: Size
+    keep_checkpoints: int
+    sample_tokens: Size
+    peak_tflops: float | None
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    name: Literal["wandb", "tensorboard", "csv"]
+    project: str
+    mode: Literal["auto", "online", "offline"]
+    group: str | None
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Config:
+    seq_len: Size
+    seed: int
+    run_id: str | None
+    resume: str | None
+    runs_dir: str
+    model: ModelConfig
+    attention: AttentionConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    memory: MemoryConfig
+    trainer: TrainerConfig
+    logger: LoggerConfig
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer's name: the data's where it names one, else the model's."""
+        return self.data.tokenizer or self.model.tokenizer
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in one optimiser step: `trainer.batch_tokens`, but at least one sequence."""
+        return max(1, self.trainer.batch_tokens // self.seq_len)
+
+    @property
+    def sequences_per_micro_batch(self) -> int:
+        """The largest divisor of a step's sequences that keeps within `trainer.micro_batch_tokens`."""
+        most = max(1, self.trainer.micro_batch_tokens // self.seq_len)
+        return max(n for n in range(1, min(most, self.sequences_per_step) + 1) if self.sequences_per_step % n == 0)

@@ -1,0 +1,95 @@
+"""The YAML under conf/ is the schema's other half: every file composes, and what cannot work is refused."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from flashtrain.config import ConfigError, build, to_dict
+from flashtrain.config.build import leaf_types
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+def composed(*overrides: str) -> dict:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
+
+
+CHOICES = [
+    f"{folder.name}={file.stem}"
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir()
+    for file in sorted(folder.glob("*"))
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_option_under_conf_composes_and_is_typed(choice):
+    config = build(composed(choice, "data.path=x", "data.name=org/set"))
+    assert all(type(config.seq_len) is int for _ in [0])
+    assert build(to_dict(config)) == config  # what config.yaml stores comes back the same
+
+
+def test_every_key_of_the_schema_is_explained_in_the_yaml():
+    explained = set()
+    for file in CONF.rglob("*.yaml"):
+        lines = file.read_text().splitlines()
+        for above, line in zip(lines, lines[1:], strict=False):
+            if above.startswith("#") and ":" in line and not line.startswith(("#", " ")):
+                explained.add(line.split(":")[0])
+    wanted = {key.rsplit(".", 1)[-1] for key in leaf_types()}
+    assert wanted - explained == set()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.num_heads=5", "must be a multiple of model.num_heads=5"),
+        ("model.num_kv_heads=3", "must divide model.num_heads"),
+        ("schedule.warmup_steps=100k", "longer than trainer.max_steps"),
+        ("run_id=../up", "run_id='../up'"),
+        ("data=text", "data.path=null"),
+        ("data=hub", "data.name=null"),
+        ("seq_len=0", "seq_len=0: must be above 0"),
+        ("model.dropout=1.5", "between 0 and 1"),
+        ("trainer.devices=2", "trainer.devices=2"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_refused_by_name(override, told):
+    with pytest.raises(ConfigError, match=None) as error:
+        build(composed(override))
+    assert told in str(error.value)
+
+
+def test_a_typo_in_a_users_own_yaml_is_found():
+    raw = composed()
+    raw["trainer"]["max_stpes"] = 3
+    with pytest.raises(ConfigError, match="did you mean 'trainer.max_steps'"):
+        build(raw)
+
+
+def test_a_missing_value_is_named():
+    raw = composed()
+    raw["data"]["source"] = "???"
+    del raw["seed"]
+    with pytest.raises(ConfigError) as error:
+        build(raw)
+    assert "missing key 'data.source'" in str(error.value)
+    assert "missing key 'seed'" in str(error.value)
+
+
+def test_sizes_are_whole_numbers_everywhere():
+    config = build(composed("seq_len=16k", "trainer.max_steps=1k", "model.batch_tokens=0.5M", "attention.window=4k"))
+    assert (config.seq_len, config.trainer.max_steps, config.trainer.batch_tokens) == (16384, 1024, 524288)
+    assert config.attention.window == 4096
+    assert yaml.safe_load(yaml.safe_dump(to_dict(config)))["seq_len"] == 16384
+
+
+def test_a_step_has_at_least_one_sequence_and_whole_micro_batches():
+    config = build(composed("seq_len=64k"))
+    assert (config.sequences_per_step, config.sequences_per_micro_batch) == (1, 1)
+    config = build(composed("seq_len=512", "trainer.batch_tokens=3k", "trainer.micro_batch_tokens=2k"))
+    assert (config.sequences_per_step, config.sequences_per_micro_batch) == (6, 3)

@@ -1,0 +1,69 @@
+"""A wrong command line is told at once, whole, and before anything heavy is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashtrain.config import ConfigError
+from flashtrain.config.command_line import check_overrides
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+
+
+def problems_of(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_overrides(arguments, CONF)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("seqlen=16k", "did you mean 'seq_len'"),
+        ("+seqlen=16k", "did you mean 'seq_len'"),
+        ("trainer.max_stpes=10", "did you mean 'trainer.max_steps'"),
+        ("+trainer.max_stpes=10", "did you mean 'trainer.max_steps'"),
+        ("model.n_haeds=8", "did you mean 'model.num_heads'"),
+        ("num_layers=4", "did you mean 'model.num_layers'"),
+        ("model=gpt3x", "did you mean model=gpt2"),
+        ("trainer.accelerator=cdua", "did you mean cuda"),
+        ("~model.num_layers", "cannot be removed"),
+        ("seq_len=16kb", "expected a size"),
+        ("trainer.compile=perhaps", "expected true or false"),
+        ("seq_len=", "expected a size"),
+        ("attention=flash,sdap", "did you mean attention=sdpa"),
+        ("seq_len=4k,16q", "seq_len=16q"),
+    ],
+)
+def test_a_mistake_names_the_key_and_what_to_write(argument, hint):
+    assert hint in problems_of(argument)
+
+
+def test_all_mistakes_come_in_one_message():
+    message = problems_of("-m", "seqlen=1k,2k", "+trainer.max_stpes=3", "model=gpt9", "seed=1", "seed=2", "seq_len=x")
+    assert "5 problems" in message
+    for part in ("seqlen", "max_stpes", "gpt9", "seed is given twice", "seq_len=x"):
+        assert part in message
+
+
+def test_right_command_lines_pass():
+    check_overrides(
+        ["-m", "seq_len=4k,16384,0.5M", "model=gpt2,tiny", "seed=1,2", "trainer.max_time=8m", "optimizer.betas=[0.9,0.99]",
+         "data.path=null", "logger.tags=[a,b]", "hydra.verbose=true", "run_id=17", "optimizer.lr=1e-3,3e-4"],
+        CONF,
+    )  # fmt: skip
+
+
+def test_a_wrong_command_stops_within_seconds_and_without_torch():
+    code = (
+        "import sys, runpy; sys.argv = ['train.py', 'seqlen=16k', 'model.num_heads=5']\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit as stop: print(stop)\n"
+        "print('torch' in sys.modules, 'lightning' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "did you mean 'seq_len'" in done.stdout
+    assert "False False" in done.stdout
