@@ -1,0 +1,262 @@
+"""GPT: a decoder-only transformer, from GPT-2 to today's parts, each chosen by the config.
+
+Sources: GPT-2 (Radford et al. 2019) for the layout and the initialisation; RMSNorm (Zhang and Sennrich 2019);
+SwiGLU (Shazeer 2020); rotary positions (Su et al. 2021); grouped-query heads (Ainslie et al. 2023); QK-norm (Dehghani
+et al. 2023).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flashtrain.config.schema import ModelConfig
+from flashtrain.models.dimensions import Dimensions
+
+# (q [batch, num_heads, seq, head_dim], k and v [batch, num_kv_heads, seq, head_dim], plan) -> [batch, num_heads, seq,
+# head_dim], all of one dtype. What may attend to what is the plan's affair; the model only hands it on.
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 [batch or 1, 1, seq, head_dim / 2]
+
+# How far the spread of the logits may lift the first loss, in units of ln(vocab)^2 nats (see `embedding_std`).
+INITIAL_LIFT = 0.0014
+
+
+def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Radians per position of each rotated pair, theta^(-2i / head_dim): float64 [head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    return theta**-exponents
+
+
+def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:
+    """Cosines and sines of the rotary angles, float32.
+
+    The product is taken in float64: at position 1,000,000 a float32 angle is off by up to 0.03 radians, which is more
+    than bf16 queries lose by rounding.
+
+    Args:
+        positions: int64 [seq] or [batch, seq].
+        frequencies: float64 [head_dim / 2], radians per position.
+    """
+    angles = positions[..., None] * frequencies
+    angles = angles.unsqueeze(-3) if angles.dim() == 3 else angles[None, None]
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, turn: Rotation) -> Tensor:
+    """Turn the pairs (i, i + head_dim / 2) of x [batch, heads, seq, head_dim]; float32 unless x is wider."""
+    cos, sin = turn
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """The config's normalisation over hidden_size."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with grouped key/value heads around a given attention function."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        sizes = Dimensions.of(config)
+        self.head_dim = sizes.head_dim
+        self.heads = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
+        self.attend = attend
+        self.qkv = nn.Linear(config.hidden_size, sizes.qkv_size, bias=config.bias)
+        self.q_norm = nn.RMSNorm(sizes.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(sizes.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.output = nn.Linear(sizes.num_heads * sizes.head_dim, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor, plan: Any, turn: Rotation | None) -> Tensor:
+        """x and the result are [batch, seq, hidden_size]."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            # In the weights' dtype: under autocast that is float32, where the statistics belong.
+            q = self.q_norm(q.type_as(self.q_norm.weight))
+            k = self.k_norm(k.type_as(self.k_norm.weight))
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
+        out = self.attend(q.type_as(v), k.type_as(v), v, plan)
+        return self.output(out.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """GELU (tanh approximation, as in GPT-2) or SwiGLU, whose `up` holds the gate first and then the values."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        sizes = Dimensions.of(config)
+        self.gated = sizes.gated
+        self.up = nn.Linear(config.hidden_size, sizes.mlp_size * (2 if sizes.gated else 1), bias=config.bias)
+        self.down = nn.Linear(sizes.mlp_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x and the result are [batch, seq, hidden_size]."""
+        x = self.up(x)
+        if self.gated:
+            gate, value = x.chunk(2, dim=-1)
+            x = F.silu(gate) * value
+        else:
+            x = F.gelu(x, approximate="tanh")
+        return self.down(x)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, attend)
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, plan: Any, turn: Rotation | None) -> Tensor:
+        """x and the result are [batch, seq, hidden_size]."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), plan, turn))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """Token ids in, hidden states out; the loss (or `logits`) applies the head.
+
+    Args:
+        config: the sizes and parts.
+        vocab_size: number of token ids, not padded.
+        seq_len: length of the learned position table; rotary models take any length.
+        attend: the attention function, see `Attend`.
+
+    Attributes:
+        checkpoint_blocks: recompute each block in the backward pass instead of keeping its activations.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, attend: Attend):
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.head_dim = Dimensions.of(config).head_dim
+        self.checkpoint_blocks = False
+        self.token_embedding = nn.Embedding(vocab_size, config.hidden_size)
+        learned = config.positions == "learned"
+        self.position_embedding = nn.Embedding(seq_len, config.hidden_size) if learned else None
+        self.embedding_dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.num_layers))
+        self.final_norm = make_norm(config)
+        # A tied head is the embedding itself, not a second name for it: nothing that loads, casts or shards the
+        # parameters can part the two.
+        self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, vocab_size, bias=False)
+        self.reset_parameters()
+
+    def embedding_std(self) -> float:
+        """Standard deviation of embeddings and head: init_std, capped so that the first loss is ln(vocab) within 2 %.
+
+        The final norm gives every hidden state a squared length of hidden_size, so that a logit has variance
+        hidden_size * std^2, and normally distributed logits lift the mean loss by half of that. With std = 0.02 the
+        lift is 1.4 % of ln(50257) in GPT-2 small, which stays as it is, yet 3 % in GPT-2 xl. The cap allows 1.5 % of
+        ln(50257) and 0.8 % of ln(257): a tied head also favours the token just read, which weighs more among few.
+        """
+        lift = INITIAL_LIFT * math.log(self.vocab_size) ** 2
+        return min(self.config.init_std, math.sqrt(2 * lift / self.config.hidden_size))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise as GPT-2 does: N(0, init_std), no biases, 1 / sqrt(2 num_layers) on what adds to the residual."""
+        std = self.config.init_std
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=self.embedding_std() if module is self.head else std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=self.embedding_std())
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+        for block in self.modules():
+            if isinstance(block, Block):
+                for residual in (block.attention.output, block.mlp.down):
+                    residual.weight.mul_(1 / math.sqrt(2 * self.config.num_layers))
+
+    def forward(self, tokens: Tensor, plan: Any = None, positions: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: int64 [batch, seq].
+            plan: handed to `attend` as it is; a list or tuple holds one plan per layer.
+            positions: int64 [batch, seq], each below seq_len where positions are learned; None counts 0..seq-1.
+
+        Returns:
+            [batch, seq, hidden_size].
+
+        Raises:
+            ValueError: the sequence is longer than the learned position table, or the number of plans is wrong.
+        """
+        plans = self._plan_per_layer(plan)
+        x, turn = self._embed(tokens, positions)
+        for block, layer_plan in zip(self.blocks, plans, strict=True):
+            if self.checkpoint_blocks and torch.is_grad_enabled():
+                x = checkpoint(block, x, layer_plan, turn, use_reentrant=False, preserve_rng_state=True)
+            else:
+                x = block(x, layer_plan, turn)
+        return self.final_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] -> [..., vocab]. Training uses `cross_entropy_sum`, which never holds them all."""
+        return F.linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab, hidden_size]; the token embedding itself where the two are tied."""
+        return self.token_embedding.weight if self.head is None else self.head.weight
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, a tied head counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Parameters as reports give them: in all, without the position table, and those of the token embedding."""
+        table = 0 if self.position_embedding is None else self.position_embedding.weight.numel()
+        return {
+            "total": self.num_parameters,
+            "without_position_table": self.num_parameters - table,
+            "embedding": self.token_embedding.weight.numel(),
+        }
+
+    def _plan_per_layer(self, plan: Any) -> list[Any]:
+        if not isinstance(plan, list | tuple):
+            return [plan] * len(self.blocks)
+        if len(plan) != len(self.blocks):
+            raise ValueError(
+                f"plan: {len(plan)} plans for model.num_layers={len(self.blocks)}; give one, or one a layer"
+            )
+        return list(plan)
+
+    def _embed(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Rotation | None]:
+        seq = tokens.shape[1]
+        x, turn = self.token_embedding(tokens), None
+        if positions is None:
+            positions = torch.arange(seq, device=tokens.device)
+        if self.position_embedding is not None:
+            # On a GPU a look-up beyond the table would be an asynchronous device-side assert.
+            if seq > self.seq_len:
+                raise ValueError(
+                    f"a sequence of {seq} tokens does not fit the learned position table of {self.seq_len}: "
+                    f"train with seq_len={seq}, or take model.positions=rope, which has no table"
+                )
+            x = x + self.position_embedding(positions)
+        elif self.config.positions == "rope":
+            frequencies = rotary_frequencies(self.head_dim, self.config.rope_theta, tokens.device)
+            turn = rotation(positions, frequencies)
+        return self.embedding_dropout(x), turn
