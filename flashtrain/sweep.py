@@ -1,0 +1,108 @@
+"""Sweeps: `-m` runs each combination as a run in a process of its own.
+
+No memory, process group or tracker carries over from one job to the next, a job that fails stops none of the others,
+and the configuration files are copied when the sweep starts, so that editing them meanwhile changes nothing. Whatever
+launcher Hydra is given only starts these processes.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+_SWEEP_VARIABLE = "FLASHTRAIN_SWEEP"
+
+
+def prepare(argv: list[str]) -> Path | None:
+    """For a command line with -m: make the sweep's folder, point Hydra at it, and return it.
+
+    `run_id=` on the command line names the sweep.
+
+    Raises:
+        SystemExit: the folder exists already.
+    """
+    if not {"-m", "--multirun"} & set(argv[1:]):
+        return None
+    settings = dict(argument.split("=", 1) for argument in argv[1:] if "=" in argument and argument[0] not in "-+~")
+    sweep_id = settings.get("run_id") or f"sweep-{secrets.token_hex(3)}"
+    folder = Path(settings.get("runs_dir", "runs")) / sweep_id
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        sys.exit(f"run_id={sweep_id}: {folder} exists; choose another name for the sweep")
+    conf = folder / "conf"
+    shutil.copytree(Path(argv[0]).resolve().parent / "conf", conf)
+    os.environ[_SWEEP_VARIABLE] = sweep_id
+    argv.append(f"hydra.sweep.dir={folder}")
+    return folder
+
+
+def run_job(script: Path) -> float | None:
+    """Run the current job of the sweep as a process of its own; returns its held-out loss, which some sweepers use."""
+    hydra = HydraConfig.get()
+    folder = Path(hydra.sweep.dir)
+    number = str(hydra.job.num)
+    overrides = [text for text in hydra.overrides.task if not text.startswith(("run_id=", "logger.group="))]
+    print(f"[{folder.name}/{number}] {' '.join(overrides)}", flush=True)
+    command = [sys.executable, str(script), "--config-path", str((folder / "conf").resolve()), *overrides]
+    command += [f"run_id={folder.name}/{number}", f"logger.group={folder.name}"]
+    code = subprocess.run(command, check=False).returncode
+    if code in (130, -2):
+        raise KeyboardInterrupt
+    job = folder / number
+    job.mkdir(exist_ok=True)
+    summary = _summary(job)
+    if not summary:
+        (job / "summary.json").write_text(json.dumps({"run_id": f"{folder.name}/{number}", "status": "failed"}) + "\n")
+    (job / "overrides.json").write_text(json.dumps(overrides) + "\n")
+    return summary.get("val_loss")
+
+
+def report(folder: Path) -> int:
+    """Print and store (sweep.csv) what became of each job; 1 if any of them did not finish."""
+    rows = []
+    for job in sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
+        summary = _summary(job)
+        overrides = job / "overrides.json"
+        rows.append(
+            {
+                "run": f"{folder.name}/{job.name}",
+                "status": summary.get("status", "failed"),
+                "val_loss": summary.get("val_loss"),
+                "tokens_per_second": summary.get("tokens_per_second"),
+                "overrides": " ".join(json.loads(overrides.read_text())) if overrides.exists() else "",
+            }
+        )
+    _write(folder / "sweep.csv", rows)
+    for row in rows:
+        print("  ".join(_cell(value) for value in row.values()))
+    return 0 if rows and all(row["status"] == "finished" for row in rows) else 1
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["run", "status", "val_loss", "tokens_per_second", "overrides"])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _summary(job: Path) -> dict[str, Any]:
+    path = job / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}

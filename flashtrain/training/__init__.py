@@ -1,0 +1,1 @@
+"""Training: the Lightning module and what surrounds it. `run.run` is the way in."""

@@ -1,0 +1,87 @@
+"""The text of a run: tokenizer, prepared corpus, and the batches of each step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from flashtrain.config import Config
+from flashtrain.data.batch import Batch
+from flashtrain.data.packing import pack
+from flashtrain.data.prepare import prepare
+from flashtrain.data.stream import StepBatches, validation_batches
+from flashtrain.data.tokenizers import load_tokenizer
+from flashtrain.training.checkpoints import Identity
+
+logger = logging.getLogger(__name__)
+
+
+class TextData:
+    """What a run reads, from its configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.tokenizer = load_tokenizer(config.tokenizer)
+        self.corpus = prepare(config.data, self.tokenizer)
+        self.train = pack(self.corpus.train, config.seq_len, config.data.packing, config.data.document_borders)
+        # A held-out part shorter than one sequence is still read, as one shorter sequence.
+        self.val_seq_len = min(config.seq_len, max(1, self.corpus.val.num_tokens - 1))
+        self.val = pack(self.corpus.val, self.val_seq_len, config.data.packing, config.data.document_borders)
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(
+            vocab_size=self.tokenizer.vocab_size,
+            tokenizer=self.tokenizer.name,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            corpus_fingerprint=str(self.corpus.description["fingerprint"]),
+        )
+
+    def train_loader(self, first_step: int) -> DataLoader[list[Batch]]:
+        """Yields the micro-batches of step `first_step`, then of the next, without end."""
+        steps = StepBatches(
+            self.train,
+            self.config.sequences_per_step,
+            self.config.sequences_per_micro_batch,
+            seed=self.config.seed,
+        )
+        return DataLoader(
+            _Steps(steps),
+            batch_size=None,
+            sampler=_From(first_step),
+            num_workers=self.config.data.num_workers,
+            collate_fn=_as_it_is,
+        )
+
+    def validation(self) -> list[Batch]:
+        """The held-out batches, always the same ones."""
+        sequences = max(1, self.config.trainer.val_tokens // self.val_seq_len)
+        return list(validation_batches(self.val, self.config.sequences_per_micro_batch, limit=sequences))
+
+
+class _Steps(Dataset[list[Batch]]):
+    def __init__(self, steps: StepBatches) -> None:
+        self.steps = steps
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        return self.steps.batches(step)
+
+
+class _From(Sampler[int]):
+    """first, first + 1, ... It has no length: `trainer.max_steps` ends the training."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __iter__(self) -> Iterator[int]:
+        step = self.first
+        while True:
+            yield step
+            step += 1
+
+
+def _as_it_is(item: Any) -> Any:
+    return item

@@ -1,0 +1,153 @@
+"""Where figures go: metrics.csv always, wandb or TensorBoard beside it."""
+
+from __future__ import annotations
+
+import csv
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from flashtrain.config import Config, to_dict
+from flashtrain.training.run_folder import RunFolder, write_atomically
+
+COLUMNS = (
+    "step",
+    "tokens",
+    "train_loss",
+    "val_loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_second",
+    "mfu",
+    "peak_memory_gib",
+    "val_perplexity",
+)
+
+
+class Tracker(Protocol):
+    def log(self, row: Mapping[str, float | int | None]) -> None: ...
+
+    def log_text(self, step: int, name: str, text: str) -> None: ...
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None: ...
+
+
+def build_trackers(config: Config, folder: RunFolder, resumed_step: int | None) -> list[Tracker]:
+    """The trackers of a run; `resumed_step` is where a resumed run goes on, and what came after it is cut."""
+    trackers: list[Tracker] = [CsvTracker(folder.metrics, resumed_step)]
+    if config.logger.name == "wandb":
+        trackers.append(WandbTracker(config, folder))
+    elif config.logger.name == "tensorboard":
+        trackers.append(TensorBoardTracker(folder.path / "tensorboard", resumed_step))
+    return trackers
+
+
+class CsvTracker:
+    """metrics.csv: one row a logged step, an empty cell where a figure does not exist at that step."""
+
+    def __init__(self, path: Path, resumed_step: int | None) -> None:
+        self.path = path
+        kept: list[dict[str, str]] = []
+        if path.exists() and resumed_step is not None:
+            with path.open(newline="") as file:
+                # A killed run may leave half a row; it lies after the last checkpoint and goes with the others.
+                kept = [
+                    row for row in csv.DictReader(file) if row["step"].isdigit() and int(row["step"]) <= resumed_step
+                ]
+        lines = [",".join(COLUMNS)] + [",".join(row.get(column) or "" for column in COLUMNS) for row in kept]
+        write_atomically(path, "\n".join(lines) + "\n")
+
+    def log(self, row: Mapping[str, float | int | None]) -> None:
+        cells = (row.get(column) for column in COLUMNS)
+        with self.path.open("a") as file:  # repr keeps every bit of a float
+            file.write(",".join("" if cell is None else repr(cell) for cell in cells) + "\n")
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        pass
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        pass
+
+
+class WandbTracker:
+    """One wandb run for one flashtrain run, the same again when it resumes.
+
+    Online where a key is configured, offline otherwise, never a prompt. The id lies in the run's folder from the first
+    second, so that a run killed before its first checkpoint keeps it too.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        import wandb
+
+        id_file = folder.path / "wandb_id"
+        if not id_file.exists():
+            write_atomically(id_file, secrets.token_hex(4))
+        self.run = wandb.init(
+            project=config.logger.project,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            name=folder.run_id,
+            group=config.logger.group,
+            tags=list(config.logger.tags),
+            mode=wandb_mode(config.logger.mode),
+            dir=str(folder.path),
+            reinit="finish_previous",
+            settings=wandb.Settings(silent=True, console="off", disable_git=True),
+        )
+        self.run.config.update(to_dict(config), allow_val_change=True)
+        self.run.define_metric("step")
+        self.run.define_metric("tokens")
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, row: Mapping[str, float | int | None]) -> None:
+        self.run.log({name: value for name, value in row.items() if value is not None})
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        self.run.log({"step": step, name: text})
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        self.run.summary.update(dict(summary))
+        self.run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
+
+
+def wandb_mode(mode: Literal["auto", "online", "offline"]) -> Literal["online", "offline", "disabled"]:
+    """online or offline: as asked; `auto` is online only where a key is configured."""
+    if mode != "auto":
+        return mode
+    for wanted in ("online", "offline", "disabled"):
+        if os.environ.get("WANDB_MODE") == wanted:
+            return wanted
+    return "online" if os.environ.get("WANDB_API_KEY") or _netrc_names("api.wandb.ai") else "offline"
+
+
+def _netrc_names(host: str) -> bool:
+    import netrc
+
+    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    try:
+        return path.exists() and netrc.netrc(str(path)).authenticators(host) is not None
+    except (netrc.NetrcParseError, OSError):
+        return False
+
+
+class TensorBoardTracker:
+    def __init__(self, path: Path, resumed_step: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError("logger=tensorboard: tensorboard is not installed; pip install tensorboard") from None
+        self.writer = SummaryWriter(str(path), purge_step=None if resumed_step is None else resumed_step + 1)
+
+    def log(self, row: Mapping[str, float | int | None]) -> None:
+        step = int(row["step"] or 0)
+        for name, value in row.items():
+            if value is not None and name != "step":
+                self.writer.add_scalar(name, value, step)
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        self.writer.add_text(name, text, step)
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        self.writer.close()

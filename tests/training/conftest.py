@@ -1,0 +1,85 @@
+"""Runs small enough to train in a second, in this process."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from flashtrain.config import Config, build
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SMALL = [
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.hidden_size=32",
+    "seq_len=32",
+    "data=text",
+    "logger=csv",
+    "schedule.warmup_steps=2",
+    "trainer.accelerator=cpu",
+    "trainer.batch_tokens=256",
+    "trainer.micro_batch_tokens=64",
+    "trainer.max_steps=12",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_every_n_steps=5",
+    "trainer.val_tokens=256",
+    "trainer.checkpoint_every_n_steps=4",
+    "trainer.sample_tokens=4",
+]
+
+
+@pytest.fixture
+def text_folder(tmp_path: Path) -> Path:
+    """A few documents of words, none like another."""
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(40):
+        draw = random.Random(number)
+        (folder / f"{number:02d}.txt").write_text(" ".join(draw.choice(words) for _ in range(60)))
+    return folder
+
+
+@pytest.fixture
+def overrides(tmp_path: Path, text_folder: Path) -> list[str]:
+    """The command line of a small run in `tmp_path`."""
+    return [
+        *SMALL,
+        f"data.path={text_folder}",
+        f"data.prepared_dir={tmp_path / 'prepared'}",
+        f"runs_dir={tmp_path / 'runs'}",
+        "data.val_fraction=0.2",
+    ]
+
+
+@pytest.fixture
+def make_config(overrides: list[str]) -> Callable[..., Config]:
+    def make(*changes: str) -> Config:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            composed = compose("config", [*overrides, *changes])
+        return build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+
+    return make
+
+
+def metrics(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def figures(run: Path) -> list[tuple[str, ...]]:
+    """What must be equal bit for bit between two runs: everything but times and memory."""
+    names = ("step", "tokens", "train_loss", "val_loss", "lr", "grad_norm")
+    return [tuple(row[name] for name in names) for row in metrics(run)]
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
