@@ -1,0 +1,46 @@
+"""One micro-batch of language-model training, as the data package hands it to the training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+IGNORE = -100
+"""Target value of a position that has nothing to predict (the default ``ignore_index`` of PyTorch's cross entropy)."""
+
+
+@dataclass
+class Batch:
+    """A micro-batch of ``batch`` sequences of ``seq`` tokens.
+
+    tokens: int64 [batch, seq].
+    targets: int64 [batch, seq], the token that follows each one; IGNORE where there is nothing to predict.
+    positions: int64 [batch, seq], restarting at 0 at document borders; None means 0..seq-1 in every row.
+    documents: the document lengths of each row, each row's sum being ``seq``; None means that borders are not cut.
+    num_targets: how many targets are not IGNORE.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor | None
+    documents: tuple[tuple[int, ...], ...] | None
+    num_targets: int
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch with its tensors on ``device``; ``non_blocking`` as in ``torch.Tensor.to``."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device, non_blocking=non_blocking),
+            targets=self.targets.to(device, non_blocking=non_blocking),
+            positions=None if self.positions is None else self.positions.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked host memory, from which a ``non_blocking`` copy to a GPU overlaps with work."""
+        return replace(
+            self,
+            tokens=self.tokens.pin_memory(),
+            targets=self.targets.pin_memory(),
+            positions=None if self.positions is None else self.positions.pin_memory(),
+        )
