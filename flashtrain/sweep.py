@@ -62,7 +62,7 @@ def run_job(script: Path) -> float | None:
         raise KeyboardInterrupt
     job = folder / number
     job.mkdir(exist_ok=True)
-    summary = _summary(job)
+    summary = _read(job / "summary.json", {})
     if not summary:
         (job / "summary.json").write_text(json.dumps({"run_id": f"{folder.name}/{number}", "status": "failed"}) + "\n")
     (job / "overrides.json").write_text(json.dumps(overrides) + "\n")
@@ -71,17 +71,19 @@ def run_job(script: Path) -> float | None:
 
 def report(folder: Path) -> int:
     """Print and store (sweep.csv) what became of each job; 1 if any of them did not finish."""
+    jobs = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    overrides = [_read(job / "overrides.json", []) for job in jobs]
     rows = []
-    for job in sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
-        summary = _summary(job)
-        overrides = job / "overrides.json"
+    for job, own in zip(jobs, overrides, strict=True):
+        summary = _read(job / "summary.json", {})
+        varied = [text for text in own if not all(text in others for others in overrides)]
         rows.append(
             {
                 "run": f"{folder.name}/{job.name}",
                 "status": summary.get("status", "failed"),
                 "val_loss": summary.get("val_loss"),
                 "tokens_per_second": summary.get("tokens_per_second"),
-                "overrides": " ".join(json.loads(overrides.read_text())) if overrides.exists() else "",
+                "overrides": " ".join(varied),
             }
         )
     _write(folder / "sweep.csv", rows)
@@ -103,6 +105,5 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _summary(job: Path) -> dict[str, Any]:
-    path = job / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+def _read(path: Path, otherwise: Any) -> Any:
+    return json.loads(path.read_text()) if path.exists() else otherwise

@@ -87,7 +87,7 @@ class Loop(pl.Callback):
         self.meter.start_interval()
 
     def _save(self, trainer: pl.Trainer) -> None:
-        # Figures first: a step that was not finite must end the run before it ends up in a checkpoint.
+        self.meter.check_finite()  # a step that was not finite must not count as done in a checkpoint
         self.meter.flush()
         self.checkpoints.save(trainer)
         self.meter.start_interval()

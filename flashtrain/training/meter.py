@@ -138,6 +138,16 @@ class Meter(pl.Callback):
             pending.end.wait()
             self._write(pending)
 
+    def check_finite(self) -> None:
+        """Look at once whether any step so far was not finite; this waits for the device.
+
+        Raises:
+            Diverged: one was.
+        """
+        first_bad = int(self._first_bad)
+        if first_bad >= 0:
+            raise Diverged(first_bad)
+
     @property
     def tokens_per_second(self) -> float | None:
         """Median over the logged intervals, without the first, in which kernels are compiled."""

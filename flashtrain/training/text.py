@@ -37,7 +37,7 @@ class TextData:
             vocab_size=self.tokenizer.vocab_size,
             tokenizer=self.tokenizer.name,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
-            corpus_fingerprint=str(self.corpus.description["fingerprint"]),
+            corpus_fingerprint=self.corpus.train.fingerprint,
         )
 
     def train_loader(self, first_step: int) -> DataLoader[list[Batch]]:

@@ -51,7 +51,8 @@ def test_all_mistakes_come_in_one_message():
 
 def test_right_command_lines_pass():
     check_overrides(
-        ["-m", "seq_len=4k,16384,0.5M", "model=gpt2,tiny", "seed=1,2", "trainer.max_time=8m", "optimizer.betas=[0.9,0.99]",
+        ["-m", "seq_len=4k,16384,0.5M", "model=gpt2,tiny", "seed=1,2", "trainer.max_time=8m",
+         "optimizer.betas=[0.9,0.99]",
          "data.path=null", "logger.tags=[a,b]", "hydra.verbose=true", "run_id=17", "optimizer.lr=1e-3,3e-4"],
         CONF,
     )  # fmt: skip

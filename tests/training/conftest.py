@@ -64,10 +64,16 @@ def overrides(tmp_path: Path, text_folder: Path) -> list[str]:
 def make_config(overrides: list[str]) -> Callable[..., Config]:
     def make(*changes: str) -> Config:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            composed = compose("config", [*overrides, *changes])
+            composed = compose("config", changed(overrides, *changes))
         return build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
 
     return make
+
+
+def changed(overrides: list[str], *changes: str) -> list[str]:
+    """The command line with other values for some keys: a key may be given once only."""
+    keys = {change.split("=")[0] for change in changes}
+    return [*(text for text in overrides if text.split("=")[0] not in keys), *changes]
 
 
 def metrics(run: Path) -> list[dict[str, str]]:

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from flashtrain.config import to_dict
-from flashtrain.config.resume import resumed
 from flashtrain.config.build import ConfigError, build
+from flashtrain.config.resume import resumed
 from flashtrain.training import checkpoints as ckpt
 from flashtrain.training.run import run
 
-from .conftest import ROOT, figures, metrics, summary
+from .conftest import ROOT, changed, figures, metrics, summary
 
 
 def start(overrides: list[str], *more: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "train.py", *overrides, *more],
+        [sys.executable, "train.py", *changed(overrides, *more)],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

@@ -1,0 +1,106 @@
+"""A sweep is one process, one folder and one tracked run a job, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import yaml
+
+from .conftest import ROOT, changed, metrics, summary
+from .wandb_file import read_offline_run
+
+
+def sweep(overrides: list[str], *more: str, **environment: str) -> subprocess.CompletedProcess:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    return subprocess.run(
+        [sys.executable, "train.py", "-m", *changed(overrides, *more)],
+        cwd=ROOT,
+        env={**kept, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_sweep_gives_each_job_its_own_folder_and_its_own_tracked_run_in_one_group(overrides, tmp_path):
+    done = sweep(
+        overrides,
+        "logger=wandb",
+        "seq_len=16,0.03125k",  # 32
+        "attention=flash",
+        "trainer.max_steps=5",
+        "run_id=lengths",
+        HOME=str(tmp_path),  # no key is configured there: wandb must go offline by itself and never ask
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "runs" / "lengths"
+    runs = [folder / "0", folder / "1"]
+    assert [summary(run)["seq_len"] for run in runs] == [16, 32]
+    assert all(summary(run)["status"] == "finished" for run in runs)
+    tracked = [read_offline_run(run) for run in runs]
+    assert len({record.run_id for record in tracked}) == 2
+    for run, record in zip(runs, tracked, strict=True):
+        assert record.group == "lengths"
+        assert record.config["seq_len"] == summary(run)["seq_len"]
+        assert record.config == yaml.safe_load((run / "config.yaml").read_text())
+        losses = [(row["step"], row["train_loss"]) for row in record.history if "train_loss" in row]
+        assert losses == [(int(row["step"]), float(row["train_loss"])) for row in metrics(run)]
+    with (folder / "sweep.csv").open() as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["finished", "finished"]
+
+
+def test_a_job_that_fails_stops_no_other_and_the_exit_code_tells(overrides, tmp_path):
+    good = next(text for text in overrides if text.startswith("data.path=")).split("=")[1]
+    done = sweep(
+        overrides,
+        f"data.path={tmp_path / 'missing'},{good}",
+        "trainer.max_steps=2",
+        "run_id=mixed",
+    )
+    assert done.returncode == 1, done.stdout
+    folder = tmp_path / "runs" / "mixed"
+    assert [summary(folder / n)["status"] for n in "01"] == ["failed", "finished"]
+    assert "missing" in done.stdout
+    assert json.loads((folder / "0" / "overrides.json").read_text())[0].startswith("model.num_layers")
+
+
+def test_a_mistake_in_a_sweep_stops_it_before_the_first_job(overrides, tmp_path):
+    done = sweep(overrides, "seqlen=16,32", "run_id=typo")
+    assert done.returncode == 1
+    assert "did you mean 'seq_len'" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_resumed_run_keeps_its_tracked_run(overrides, tmp_path):
+    def train(*arguments: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "train.py", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    train(*changed(overrides, "logger=wandb", "logger.mode=offline", "trainer.max_steps=3", "run_id=kept"))
+    folder = tmp_path / "runs" / "kept"
+    first = read_offline_run(folder)
+    train("resume=kept", f"runs_dir={tmp_path / 'runs'}", "trainer.max_steps=5")
+    parts = read_offline_run(folder, all_parts=True)
+    assert parts.run_id == first.run_id
+    assert [row["step"] for row in parts.history if "train_loss" in row] == [1, 2, 3, 4, 5]
+    assert parts.config["trainer"]["max_steps"] == 5
+
+
+def test_two_runs_of_one_name_never_share_a_folder(make_config, tmp_path):
+    from flashtrain.training.run import run
+
+    assert run(make_config("run_id=mine", "trainer.max_steps=2"), []) == 0
+    before = (tmp_path / "runs" / "mine" / "metrics.csv").read_text()
+    assert run(make_config("run_id=mine", "trainer.max_steps=3"), []) == 1
+    assert (tmp_path / "runs" / "mine" / "metrics.csv").read_text() == before
