@@ -27,7 +27,9 @@ def main(composed: DictConfig) -> float | None:
     global exit_code
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return sweep.run_job(ROOT / "train.py")
-    arguments = list(HydraConfig.get().overrides.task)
+    # Unresolved: what is wrong with a value is told below, with its key.
+    hydra_settings: Any = OmegaConf.to_container(HydraConfig.instance().cfg, resolve=False)  # type: ignore[arg-type]
+    arguments = hydra_settings["hydra"]["overrides"]["task"]
     try:
         raw: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
         raw, changes = resumed(raw, arguments) if raw.get("resume") else (raw, [])

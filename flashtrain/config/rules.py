@@ -77,11 +77,6 @@ def _training(config: Config) -> Iterator[str]:
             yield f"{key}={run_id!r}: letters, digits, '.', '_' and '-', with at most one '/' between two such names"
     if config.run_id is not None and config.resume is not None:
         yield f"run_id={config.run_id!r} with resume={config.resume!r}: a resumed run keeps its id; leave run_id out"
-    if config.schedule.warmup_steps > trainer.max_steps:
-        yield (
-            f"schedule.warmup_steps={config.schedule.warmup_steps}: longer than trainer.max_steps={trainer.max_steps}; "
-            "lower it"
-        )
     if trainer.devices > 1:
         yield f"trainer.devices={trainer.devices}: only one device can be trained on so far; write 1"
     if config.optimizer.clip_norm is not None and config.optimizer.clip_norm <= 0:

@@ -30,7 +30,7 @@ class Loop(pl.Callback):
         checkpoints: Checkpoints,
         preemption: Preemption,
         display: Display,
-        validate: Callable[[], float | None],
+        validate: Callable[[bool], float | None],
         sample: Callable[[int], None],
     ) -> None:
         self.config = config
@@ -64,7 +64,7 @@ class Loop(pl.Callback):
         last = step >= settings.max_steps
         out_of_time = time.monotonic() >= self._deadline
         if step % settings.val_every_n_steps == 0 or last or out_of_time:
-            self._validate(step)
+            self._validate(step, last or out_of_time)
         if self.preemption.requested:  # during the validation
             return self._stop(trainer, "signal")
         if last or out_of_time:
@@ -76,8 +76,8 @@ class Loop(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         self.display.stop()
 
-    def _validate(self, step: int) -> None:
-        loss = self.validate()
+    def _validate(self, step: int, last: bool) -> None:
+        loss = self.validate(last)
         if loss is not None:
             self.val_loss = loss
             self.meter.add(step, val_loss=loss, val_perplexity=perplexity(loss))

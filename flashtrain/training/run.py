@@ -14,7 +14,6 @@ import torch
 
 from flashtrain.attention import choose_backend
 from flashtrain.config import Config, format_size
-from flashtrain.data.ngram import byte_trigram_loss
 from flashtrain.models.generate import generate
 from flashtrain.training import checkpoints as ckpt
 from flashtrain.training.hardware import choose_device, choose_precision, device_name, peak_memory_gib
@@ -99,6 +98,12 @@ class _Run:
         self.facts = self._facts()
         for line in self._banner():
             logger.info("%s", line)
+        if config.schedule.warmup_steps > config.trainer.max_steps:
+            logger.warning(
+                "schedule.warmup_steps=%d is more than trainer.max_steps=%d: the learning rate never reaches its peak",
+                config.schedule.warmup_steps,
+                config.trainer.max_steps,
+            )
         if config.trainer.compile:
             self.task.compile_model()
 
@@ -211,8 +216,8 @@ class _Run:
             tracker.log(row)
         self.display.row(row)
 
-    def _validate(self) -> float | None:
-        return self.task.validate(self.text.validation())
+    def _validate(self, last: bool) -> float | None:
+        return self.task.validate(self.text.validation(last))
 
     def _sample(self, step: int) -> None:
         length = self.config.trainer.sample_tokens
@@ -232,9 +237,9 @@ class _Run:
 
     def _compare_with_trigrams(self) -> None:
         """Say what a table of byte trigrams makes of the same held-out text: the least that a model must beat."""
-        if self.text.tokenizer.name != "bytes" or self.loop is None or self.loop.val_loss is None:
+        if not self.text.has_yardstick or self.loop is None or self.loop.val_loss is None:
             return
-        trigrams = byte_trigram_loss(self.text.corpus.train, self.text.corpus.val)
+        trigrams = self.text.yardstick()
         self.facts["trigram_val_loss"] = trigrams
         logger.info(
             "held-out loss %.4f nats a byte; a byte trigram table of the same data has %.4f",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -106,7 +106,7 @@ class LanguageTask(pl.LightningModule):
         return lower(mask_of(self.config), 1, seq_len, seq_len, self.device)
 
     @torch.no_grad()
-    def validate(self, batches: Sequence[Batch]) -> float | None:
+    def validate(self, batches: Iterable[Batch]) -> float | None:
         """Mean loss a target over held-out batches, in nats; None if the run was asked to stop meanwhile."""
         self.model.eval()
         total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0

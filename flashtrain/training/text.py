@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flashtrain.config import Config
 from flashtrain.data.batch import Batch
+from flashtrain.data.ngram import byte_trigram_loss
 from flashtrain.data.packing import pack
 from flashtrain.data.prepare import prepare
 from flashtrain.data.stream import StepBatches, validation_batches
@@ -56,10 +57,22 @@ class TextData:
             collate_fn=_as_it_is,
         )
 
-    def validation(self) -> list[Batch]:
-        """The held-out batches, always the same ones."""
-        sequences = max(1, self.config.trainer.val_tokens // self.val_seq_len)
-        return list(validation_batches(self.val, self.config.sequences_per_micro_batch, limit=sequences))
+    def validation(self, last: bool) -> Iterator[Batch]:
+        """The held-out batches, always the same ones.
+
+        The last validation of a byte model reads all held-out text, as the trigram table beside it does.
+        """
+        limit = None if last and self.has_yardstick else max(1, self.config.trainer.val_tokens // self.val_seq_len)
+        return validation_batches(self.val, self.config.sequences_per_micro_batch, limit=limit)
+
+    @property
+    def has_yardstick(self) -> bool:
+        """Whether a table of byte trigrams of the same data can be had to compare with."""
+        return self.tokenizer.name == "bytes"
+
+    def yardstick(self) -> float:
+        """Held-out loss of the byte trigram table, in nats a token."""
+        return byte_trigram_loss(self.corpus.train, self.corpus.val)
 
 
 class _Steps(Dataset[list[Batch]]):

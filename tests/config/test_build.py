@@ -50,7 +50,6 @@ def test_every_key_of_the_schema_is_explained_in_the_yaml():
     [
         ("model.num_heads=5", "must be a multiple of model.num_heads=5"),
         ("model.num_kv_heads=3", "must divide model.num_heads"),
-        ("schedule.warmup_steps=100k", "longer than trainer.max_steps"),
         ("run_id=../up", "run_id='../up'"),
         ("data=text", "data.path=null"),
         ("data=hub", "data.name=null"),

@@ -68,3 +68,19 @@ def test_a_wrong_command_stops_within_seconds_and_without_torch():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "did you mean 'seq_len'" in done.stdout
     assert "False False" in done.stdout
+
+
+@pytest.mark.parametrize("value", ["${oc.env:NOT_SET_ANYWHERE}", "${not.there}"])
+def test_an_interpolation_that_leads_nowhere_names_its_key_without_a_traceback(value):
+    done = subprocess.run(
+        [sys.executable, "train.py", f"seed={value}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "full_key: seed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_explains_the_groups_without_a_run():
+    done = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "model: gpt2" in done.stdout and "seq_len: 256" in done.stdout

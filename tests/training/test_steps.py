@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -187,7 +188,7 @@ class TestSchedule:
     def test_cosine_ends_exactly_at_its_floor(self, make_config):
         rates = self.rates(make_config, "cosine")
         assert rates[-1] == pytest.approx(0.1)
-        assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+        assert all(a >= b for a, b in pairwise(rates[10:]))
 
     def test_wsd_is_flat_until_its_last_fifth_and_ends_at_zero(self, make_config):
         rates = self.rates(make_config, "wsd")
