@@ -28,7 +28,7 @@ def main(composed: DictConfig) -> float | None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return sweep.run_job(ROOT / "train.py")
     # Unresolved: what is wrong with a value is told below, with its key.
-    hydra_settings: Any = OmegaConf.to_container(HydraConfig.instance().cfg, resolve=False)  # type: ignore[arg-type]
+    hydra_settings: Any = OmegaConf.to_container(HydraConfig.instance().cfg, resolve=False)
     arguments = hydra_settings["hydra"]["overrides"]["task"]
     try:
         raw: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)

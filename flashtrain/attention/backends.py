@@ -30,7 +30,8 @@ def supported(backend: str, q: Tensor, return_lse: bool = False) -> str | None:
 
 
 def choose_backend(requested: str, q: Tensor, return_lse: bool = False) -> str:
-    """The backend that will run; `auto` takes the first that can.
+    """The backend that will run; `auto` takes the fastest that can. Triton's interpreter is never that: it runs only
+    when `portable` is named.
 
     Raises:
         ValueError: an unknown name, or a call that the named backend cannot do, with the reason.
@@ -42,7 +43,7 @@ def choose_backend(requested: str, q: Tensor, return_lse: bool = False) -> str:
         if reason is not None:
             raise ValueError(f"backend={requested!r}: {reason}; backend='auto' takes one that can")
         return requested
-    for candidate in ("portable", "sdpa"):
+    for candidate in ("portable", "sdpa") if q.device.type == "cuda" else ("sdpa",):
         if supported(candidate, q, return_lse) is None:
             return candidate
     return "standard"

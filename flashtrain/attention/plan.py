@@ -31,16 +31,24 @@ class Plan:
         left, right: window around the query's own position, `OPEN` where a side has no limit; used if `rows` is None.
         rows: int32 [batch or 1, 2, seq_q], lo and hi of each query.
         columns: int32 [batch or 1, 2, seq_k], first and last of each key: the transpose of `rows`.
-        visible_pairs: visible (query, key) pairs a batch row and head, the mean over the batch: what FLOPs count.
+        document_pairs: `visible_pairs` where there are documents.
     """
 
     seq_q: int
     seq_k: int
     left: int
     right: int
-    visible_pairs: float
     rows: Tensor | None = None
     columns: Tensor | None = None
+    document_pairs: float | None = None
+
+    @property
+    def visible_pairs(self) -> float:
+        """Visible (query, key) pairs a batch row and head, the mean over the batch: what FLOPs count."""
+        # Counted when asked for: a compiled model that lowers a mask would be tied to one length by the count.
+        if self.document_pairs is not None:
+            return self.document_pairs
+        return float(visible_pairs(self.seq_q, self.seq_k, self.left, self.right))
 
     @property
     def is_full(self) -> bool:
@@ -95,7 +103,7 @@ def lower(mask: Mask | None, batch: int, seq_q: int, seq_k: int, device: torch.d
         else:
             documents = member
     if documents is None:
-        return Plan(seq_q, seq_k, left, right, float(visible_pairs(seq_q, seq_k, left, right)))
+        return Plan(seq_q, seq_k, left, right)
     _check_documents(documents, batch, seq_q, seq_k)
     # Keyed by the whole mask and its lengths: two packings of one shape must never share a plan.
     return _lower_documents(documents, left, right, seq_q, seq_k, torch.device(device))
@@ -132,9 +140,9 @@ def _lower_documents(documents: Documents, left: int, right: int, seq_q: int, se
         seq_k=seq_k,
         left=left,
         right=right,
-        visible_pairs=pairs / len(tables),
         rows=rows.to(device, non_blocking=True),
         columns=columns.to(device, non_blocking=True),
+        document_pairs=pairs / len(tables),
     )
 
 

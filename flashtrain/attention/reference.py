@@ -30,8 +30,6 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float
     scores = (q @ k.transpose(-2, -1)) * scale
     if not plan.is_full:
         scores = scores.masked_fill(~plan.dense(q.device), float("-inf"))
-    if plan.seq_k == 0:
-        return torch.zeros_like(q), scores.new_full(scores.shape[:-1], float("-inf"), dtype=_lse_dtype(q))
     lse = torch.logsumexp(scores.to(_lse_dtype(q)), dim=-1)
     # A row of -inf would make the softmax and its gradient NaN, and no later `where` removes a NaN from a gradient.
     blind = (lse == float("-inf"))[..., None]
