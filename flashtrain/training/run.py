@@ -123,7 +123,7 @@ class _Run:
         )
         self.task.give_up = lambda: preemption.requested
         self.loop = Loop(config, self.meter, saver, preemption, self.display, self._validate, self._sample)
-        self.trainer = _trainer(config, self.device, self.precision, [preemption, self.meter, saver, self.loop])
+        self.trainer = make_trainer(config, self.device, self.precision, [preemption, self.meter, saver, self.loop])
         self.trainer.fit(
             self.task,
             self.text.train_loader(first_step),
@@ -248,7 +248,7 @@ class _Run:
         )
 
 
-def _trainer(config: Config, device: torch.device, precision: str, callbacks: list[pl.Callback]) -> pl.Trainer:
+def make_trainer(config: Config, device: torch.device, precision: str, callbacks: list[pl.Callback]) -> pl.Trainer:
     """Lightning's loop with everything that it would do by itself and we do better switched off."""
     warnings.filterwarnings("ignore", module="lightning.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

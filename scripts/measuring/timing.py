@@ -1,0 +1,144 @@
+"""Time on the device's own clock, the host's share of it, and peak memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from measuring.attention import PASSES, Case
+
+Mark = torch.cuda.Event | float
+
+
+class Stopwatch:
+    """Marks in the device's queue, and the milliseconds between them. On the CPU a mark is the time of day."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> Mark:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @staticmethod
+    def ms(start: Mark, end: Mark) -> float:
+        """Call `wait` before."""
+        if isinstance(start, float) or isinstance(end, float):
+            assert isinstance(start, float) and isinstance(end, float)
+            return 1000 * (end - start)
+        return start.elapsed_time(end)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median with minimum and quartiles."""
+    ordered = torch.tensor(sorted(values), dtype=torch.float64)
+    low, median, high = ordered.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+    return {"median": median, "min": ordered[0].item(), "p25": low, "p75": high, "repeats": len(values)}
+
+
+@dataclass
+class Times:
+    """Milliseconds of each call, by pass, and the median of both passes in each round."""
+
+    by_pass: dict[str, list[float]]
+    rounds: list[float]
+
+    @classmethod
+    def none(cls) -> Times:
+        return cls({name: [] for name in PASSES}, [])
+
+    def add(self, other: dict[str, list[float]]) -> None:
+        for name, values in other.items():
+            self.by_pass[name] += values
+        self.rounds.append(spread(other["both"])["median"])
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        return {name: spread(values) for name, values in self.by_pass.items()}
+
+
+def warm_up(case: Case, watch: Stopwatch) -> float:
+    """Compile and load everything; milliseconds of a call afterwards."""
+    for _ in range(2):
+        case.forward_backward()
+    watch.wait()
+    start = time.perf_counter()
+    case.forward_backward()
+    watch.wait()
+    return 1000 * (time.perf_counter() - start)
+
+
+def time_round(case: Case, watch: Stopwatch, seconds: float, call_ms: float) -> dict[str, list[float]]:
+    """Milliseconds of forward, backward and both, for as many calls as fit into `seconds` (3 to 400).
+
+    Each call is a whole training step of attention: the backward pass follows its forward pass in the queue, with no
+    synchronisation between, as in training. Calls that are not timed go ahead, so that the queue is never empty.
+    """
+    calls = min(400, max(3, int(1000 * seconds / max(call_ms, 1e-3))))
+    if watch.device.type == "cuda":
+        for _ in range(2 if call_ms < 20 else 1):
+            case.forward_backward()
+    marks = []
+    for _ in range(calls):
+        start = watch.mark()
+        out = case.forward()
+        middle = watch.mark()
+        case.backward(out)
+        del out
+        marks.append((start, middle, watch.mark()))
+    watch.wait()
+    return {
+        "forward": [watch.ms(start, middle) for start, middle, _ in marks],
+        "backward": [watch.ms(middle, end) for _, middle, end in marks],
+        "both": [watch.ms(start, end) for start, _, end in marks],
+    }
+
+
+def host_microseconds(case: Case, watch: Stopwatch, call_ms: float) -> dict[str, float]:
+    """Microseconds until a call returns while the device's queue is empty: what launching costs the host."""
+    forward, backward = [], []
+    for _ in range(min(30, max(3, int(100 / max(call_ms, 1e-3))))):
+        watch.wait()
+        start = time.perf_counter()
+        out = case.forward()
+        middle = time.perf_counter()
+        case.backward(out)
+        end = time.perf_counter()
+        forward.append(1e6 * (middle - start))
+        backward.append(1e6 * (end - middle))
+    watch.wait()
+    return {"forward": spread(forward)["median"], "backward": spread(backward)["median"]}
+
+
+def one_call(case: Case, watch: Stopwatch) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """One forward and backward pass: its milliseconds and its peak memory in GiB, and the results it gave.
+
+    `peak_gib` is all that is allocated at the peak, `above_inputs_gib` what came on top of q, k, v and dout.
+    """
+    gc.collect()
+    cuda = watch.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(watch.device)
+    before = torch.cuda.memory_allocated(watch.device) if cuda else 0
+    watch.wait()
+    start = watch.mark()
+    out = case.forward()
+    middle = watch.mark()
+    gradients = case.backward(out)
+    end = watch.mark()
+    watch.wait()
+    figures = {"forward_ms": watch.ms(start, middle), "backward_ms": watch.ms(middle, end)}
+    if cuda:
+        peak = torch.cuda.max_memory_allocated(watch.device)
+        figures |= {"peak_gib": peak / 2**30, "above_inputs_gib": (peak - before) / 2**30}
+    return figures, case.named(out, *gradients)

@@ -1,0 +1,151 @@
+"""Pictures of what the benchmarks measured: benchmark_attention.py, benchmark_memory.py, benchmark_training.py.
+
+python scripts/plot_benchmarks.py benchmarks/attention.json --out docs/attention.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measuring.drawing import COLOURS, figure, save
+
+from flashtrain.config.sizes import format_size
+
+# Ours is blue in every picture.
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY, LIGHT_BLUE, BLACK = COLOURS
+STYLES = {
+    "ours": ("flashtrain", BLUE),
+    "hopper": ("flashtrain (Hopper)", BLACK),
+    "portable": ("flashtrain (Triton)", BLUE),
+    "standard": ("standard attention", RED),
+    "sdpa_cudnn": ("PyTorch SDPA, cuDNN", GREEN),
+    "sdpa_flash": ("PyTorch SDPA, FlashAttention-2", ORANGE),
+    "flex": ("FlexAttention", PURPLE),
+    "flash_attn4": ("flash-attn 4", LIGHT_BLUE),
+    "nanogpt": ("nanoGPT, compiled", ORANGE),
+    "huggingface": ("Hugging Face", GREY),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, help="a benchmark's JSON")
+    parser.add_argument("--out", type=Path, required=True, help="PNG to write")
+    arguments = parser.parse_args(argv)
+    plot(json.loads(arguments.result.read_text()), arguments.out)
+    return 0
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw a benchmark's content into `path`.
+
+    Raises:
+        ValueError: a benchmark that has no picture, or no row to draw.
+    """
+    draw = DRAWINGS.get(result["benchmark"])
+    if draw is None:
+        raise ValueError(f"no picture for the benchmark {result['benchmark']!r}; there is one of {', '.join(DRAWINGS)}")
+    if all(row["failed"] is not None for row in result["rows"]):
+        raise ValueError("every row of this benchmark failed: there is nothing to draw")
+    save(draw(result), path)
+
+
+def attention(result: dict[str, Any]) -> Any:
+    """TFLOP/s of forward and backward over length: a panel for each head dim and mask."""
+    rows = [row for row in result["rows"] if row["failed"] is None]
+    head_dims, masks = sorted({row["head_dim"] for row in rows}), sorted({row["causal"] for row in rows}, reverse=True)
+    drawn, axes = figure(len(masks), len(head_dims), 4.6 * len(head_dims), 3.1 * len(masks), sharex=True, sharey=True)
+    styles = style_of([row["implementation"] for row in rows])
+    for i, causal in enumerate(masks):
+        for j, head_dim in enumerate(head_dims):
+            axis, panel = axes[i, j], [r for r in rows if r["head_dim"] == head_dim and r["causal"] == causal]
+            for name, style in styles.items():
+                line = sorted((r["seq_len"], r["tflops"]["both"]) for r in panel if r["implementation"] == name)
+                axis.plot([x for x, _ in line], [y for _, y in line], marker="o", markersize=4, **style)
+            axis.set_title(f"head dim {head_dim}, {'causal' if causal else 'full'}", fontsize=10)
+            length_axis(axis, sorted({row["seq_len"] for row in rows}))
+    for axis in axes[:, 0]:
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("TFLOP/s, forward + backward")
+    for axis in axes[-1]:
+        axis.set_xlabel("sequence length")
+    legend_below(drawn, axes[0, 0])
+    drawn.suptitle(f"Attention in {result['settings']['dtype']} on {result['gpu']}", fontsize=12)
+    drawn.tight_layout()
+    return drawn
+
+
+def memory(result: dict[str, Any]) -> Any:
+    """Peak memory over length, and where it ran out."""
+    drawn, axes = figure()
+    axis = axes[0, 0]
+    rows = [row for row in result["rows"] if "peak_gib" in row and row["failed"] is None]
+    for name, style in style_of([row["implementation"] for row in rows]).items():
+        line = sorted((row["seq_len"], row["peak_gib"]) for row in rows if row["implementation"] == name)
+        axis.plot([x for x, _ in line], [y for _, y in line], marker="o", markersize=4, **style)
+        lost = [r for r in result["rows"] if r["implementation"] == name and r["failed"] == "out of memory"]
+        for at in [(row["seq_len"], result["gpu_memory_gib"]) for row in lost]:
+            axis.plot(*at, marker="x", markersize=9, color=style["color"])
+            text = f"out of memory at {format_size(at[0])}"
+            axis.annotate(text, at, xytext=(6, -16), textcoords="offset points", fontsize=9)
+    if "gpu_memory_gib" in result:
+        axis.axhline(result["gpu_memory_gib"], color="#666666", linewidth=1, linestyle="--", label="memory of the GPU")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    length_axis(axis, sorted({row["seq_len"] for row in rows}))
+    axis.set_xlabel("sequence length")
+    axis.set_ylabel("peak memory, GiB")
+    axis.set_title(f"One attention layer, forward + backward ({result['settings']['shape']})", fontsize=10)
+    axis.legend(frameon=False, fontsize=9)
+    return drawn
+
+
+def training(result: dict[str, Any]) -> Any:
+    """Tokens/s by length, a bar for each model."""
+    drawn, axes = figure()
+    axis = axes[0, 0]
+    lengths = sorted({row["seq_len"] for row in result["rows"]})
+    styles = style_of([row["model"] for row in result["rows"]])
+    width = 0.8 / len(styles)
+    for i, (name, style) in enumerate(styles.items()):
+        rates = {r["seq_len"]: r["tokens_per_second"] for r in result["rows"] if r["model"] == name and not r["failed"]}
+        places = [at + (i + 0.5) * width - 0.4 for at, n in enumerate(lengths) if n in rates]
+        bars = axis.bar(places, [rates[n] / 1000 for n in lengths if n in rates], width=0.92 * width, **style)
+        axis.bar_label(bars, fmt="%.0f", fontsize=8)
+    axis.set_xticks(range(len(lengths)), [format_size(n) for n in lengths])
+    axis.set_xlabel("sequence length")
+    axis.set_ylabel("thousand tokens/s")
+    axis.set_title(f"Training GPT-2 small on {result['gpu']}", fontsize=11)
+    axis.legend(frameon=False, fontsize=9)
+    return drawn
+
+
+DRAWINGS: dict[str, Callable[[dict[str, Any]], Any]] = {"attention": attention, "memory": memory, "training": training}
+
+
+def style_of(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Colour and label of each name, in the order in which they come."""
+    styles = {name: STYLES.get(name, (name, GREY)) for name in names}
+    return {name: {"label": label, "color": colour} for name, (label, colour) in styles.items()}
+
+
+def length_axis(axis: Any, lengths: list[int]) -> None:
+    """Powers of two get a label; lengths between them stand where they belong."""
+    axis.set_xscale("log", base=2)
+    labelled = [length for length in lengths if length & (length - 1) == 0] or lengths
+    axis.set_xticks(labelled, [format_size(length) for length in labelled])
+    axis.minorticks_off()
+
+
+def legend_below(drawn: Any, axis: Any) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=3, frameon=False, fontsize=9)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
