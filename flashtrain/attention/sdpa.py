@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashtrain.attention.plan import Plan
@@ -18,9 +18,9 @@ _CHUNK = 1024
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
     """out [batch, num_heads, seq_q, head_dim] for the shapes of `standard_attention`.
 
-    Full and causal attention take PyTorch's fused kernels in linear memory. On the CPU packed documents are taken one by
-    one and windows in chunks of queries, in linear memory too. On the GPU, and in a compiled model, any other mask is
-    handed over as a seq_q x seq_k boolean tensor.
+    Full and causal attention take PyTorch's fused kernels in linear memory. On the CPU packed documents are taken one
+    by one and windows in chunks of queries, in linear memory too. On the GPU, and in a compiled model, any other mask
+    is handed over as a seq_q x seq_k boolean tensor.
     """
     if q.numel() == 0 or plan.seq_k == 0:
         return standard_attention(q, k, v, plan, scale)[0]  # its score matrix is empty too

@@ -1,0 +1,30 @@
+"""Writes the record of a GPU run where FLASHTRAIN_GPU_RECORD names a file."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.attention.record import COMMAND, attention_hash
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    target = os.environ.get("FLASHTRAIN_GPU_RECORD")
+    if not target or not torch.cuda.is_available():
+        return
+    import triton
+
+    counts = {name: len(terminalreporter.stats.get(name, [])) for name in ("passed", "failed", "error", "skipped")}
+    earlier = json.loads(Path(target).read_text()) if Path(target).exists() else {}
+    if earlier.get("attention_hash") == attention_hash():  # the rest of one run, split to fit the GPU's memory
+        counts = {name: count + earlier[name] for name, count in counts.items()}
+    record = {
+        "attention_hash": attention_hash(),
+        **counts,
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "command": COMMAND,
+    }
+    Path(target).write_text(json.dumps(record, indent=2) + "\n")
