@@ -17,15 +17,15 @@ def qkv(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn], ids=str)
-def test_a_dtype_the_kernels_do_not_take_is_named(dtype: torch.dtype) -> None:
+def test_a_dtype_the_kernels_do_not_take_is_named(device: torch.device, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"float32, not {dtype}"):
-        choose_backend("portable", qkv(dtype=dtype)[0])
+        choose_backend("portable", qkv(dtype=dtype)[0].to(device))
 
 
 @pytest.mark.parametrize("dim", [8, 15, 257])
-def test_a_head_dim_the_kernels_do_not_take_is_named(dim: int) -> None:
+def test_a_head_dim_the_kernels_do_not_take_is_named(device: torch.device, dim: int) -> None:
     with pytest.raises(ValueError, match=f"head_dim 16 to 256, not {dim}"):
-        choose_backend("portable", qkv(dim=dim)[0])
+        choose_backend("portable", qkv(dim=dim)[0].to(device))
 
 
 def test_without_a_gpu_the_kernels_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

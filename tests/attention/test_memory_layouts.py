@@ -11,9 +11,13 @@ from tests.attention.oracle import NAMES, Case, make_case, run
 
 
 def assert_same(variant: dict[str, Tensor], base: dict[str, Tensor]) -> None:
+    """Bit for bit; float32 gradients on a GPU to a millionth, since there the layout of a product follows the strides
+    and its sums change their order with it."""
     for name in NAMES:
         assert variant[name].shape == base[name].shape
-        torch.testing.assert_close(variant[name], base[name], rtol=0, atol=0, msg=name)
+        loose = base[name].is_cuda and base[name].dtype == torch.float32 and name.startswith("d")
+        tolerance = 1e-6 * base[name].abs().max().item() if loose else 0
+        torch.testing.assert_close(variant[name], base[name], rtol=0, atol=tolerance, msg=name)
 
 
 def with_layout(case: Case, layout: str) -> Case:

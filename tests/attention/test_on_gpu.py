@@ -14,7 +14,12 @@ from tests.attention.oracle import NAMES, Case, assert_accurate, assert_close, m
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Each is three kernels, compiled with and without tables: seconds apiece.
+COMPILED = [
+    *((torch.bfloat16, head_dim) for head_dim in (16, 64, 96, 128, 256)),
+    *((torch.float16, head_dim) for head_dim in (59, 128)),
+    *((torch.float32, head_dim) for head_dim in (32, 128, 256)),
+]
 MASKS: dict[str, Mask | None] = {
     "full": None,
     "causal": Causal(),
@@ -28,8 +33,7 @@ def _give_memory_back() -> None:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize(("dtype", "head_dim"), COMPILED, ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_every_kernel_of_the_table_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, name: str) -> None:
     case = make_case(device, dtype, MASKS[name], batch=2, heads=(4, 2), seq=(703, 703), head_dim=head_dim)
@@ -102,7 +106,7 @@ def test_the_last_document_of_a_fused_view_beyond_32_bits_is_right(device: torch
     packed = grads_of(q, k, v, dout, Causal() & Documents(((1000,) * 180,)))
     last = [tensor[:, :, -1000:].contiguous() for tensor in (q, k, v, dout)]
     for a, b in zip(packed, grads_of(*last, Causal()), strict=True):
-        torch.testing.assert_close(a[:, :, -1000:], b, rtol=0, atol=2e-2)
+        torch.testing.assert_close(a[:, :, -1000:], b, rtol=2e-2, atol=2e-2)
 
 
 def test_a_gradient_with_rows_beyond_32_bits_apart_is_right(device: torch.device) -> None:
