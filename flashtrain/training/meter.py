@@ -125,6 +125,7 @@ class Meter(pl.Callback):
         if self._pending and self._pending[-1].row["step"] == step:
             self._pending[-1].extra.update(figures)
         else:
+            self.flush()  # rows come in the order of their steps
             self.on_row({"step": step, "tokens": self._tokens_at(step), **figures})
 
     def flush(self, wait: bool = True) -> None:

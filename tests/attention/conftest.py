@@ -17,9 +17,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     import triton
 
     counts = {name: len(terminalreporter.stats.get(name, [])) for name in ("passed", "failed", "error", "skipped")}
-    earlier = json.loads(Path(target).read_text()) if Path(target).exists() else {}
-    if earlier.get("attention_hash") == attention_hash():  # the rest of one run, split to fit the GPU's memory
-        counts = {name: count + earlier[name] for name, count in counts.items()}
     record = {
         "attention_hash": attention_hash(),
         **counts,

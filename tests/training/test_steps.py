@@ -248,6 +248,16 @@ def test_the_metrics_have_one_row_a_step_and_one_header(make_config, tmp_path):
     assert float(rows[4]["val_perplexity"]) == pytest.approx(math.exp(float(rows[4]["val_loss"])))
 
 
+def test_the_rows_come_in_the_order_of_their_steps_also_between_logged_ones(make_config, tmp_path):
+    changes = ("run_id=m", "trainer.log_every_n_steps=4", "trainer.val_every_n_steps=3")
+    assert run(make_config(*changes), []) == 0
+    rows = metrics(tmp_path / "runs" / "m")
+    assert [(row["step"], bool(row["train_loss"]), bool(row["val_loss"])) for row in rows] == [
+        ("3", False, True), ("4", True, False), ("6", False, True), ("8", True, False), ("9", False, True),
+        ("12", True, True),
+    ]  # fmt: skip
+
+
 def test_the_summary_says_what_was_run(make_config, tmp_path):
     assert run(make_config("run_id=m", "attention=flash"), []) == 0
     wanted = (
