@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,7 @@ class TextData:
             sampler=_From(first_step),
             num_workers=self.config.data.num_workers,
             collate_fn=_as_it_is,
+            worker_init_fn=_leave_signals_to_the_parent,
         )
 
     def validation(self, last: bool) -> Iterator[Batch]:
@@ -94,6 +96,12 @@ class _From(Sampler[int]):
         while True:
             yield step
             step += 1
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; a reader that died of it would take the last steps with it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_it_is(item: Any) -> Any:

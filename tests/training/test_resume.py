@@ -26,6 +26,7 @@ def start(overrides: list[str], *more: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "train.py", *changed(overrides, *more)],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
     )  # fmt: skip
 
 
@@ -79,12 +80,18 @@ def test_resumed_twice_in_a_row_gives_the_same_losses_bit_for_bit(make_config, t
     assert [f[3] for f in figures(folder)][2:] == [f[3] for f in straight][2:]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_leaves_with_its_own_code(overrides, tmp_path, number, code):
-    process = start(overrides, "run_id=cut", "trainer.max_steps=20k", "trainer.val_every_n_steps=20k")
+@pytest.mark.parametrize(("number", "code", "workers"), [(signal.SIGTERM, 143, 0), (signal.SIGINT, 130, 1)])
+def test_a_signal_saves_and_leaves_with_its_own_code(overrides, tmp_path, number, code, workers):
+    process = start(
+        overrides,
+        "run_id=cut",
+        "trainer.max_steps=20k",
+        "trainer.val_every_n_steps=20k",
+        f"data.num_workers={workers}",
+    )
     folder = tmp_path / "runs" / "cut"
     wait_for(lambda: (folder / "metrics.csv").exists() and len(metrics(folder)) >= 2, process)
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does: the readers get it too
     output = process.communicate(timeout=60)[0]
     assert process.returncode == code, output
     assert summary(folder)["status"] == "stopped"

@@ -279,3 +279,23 @@ def test_tensorboard_gets_the_same_figures(make_config, tmp_path):
     events.Reload()
     logged = [(event.step, event.value) for event in events.Scalars("train_loss")]
     assert logged == [(int(row["step"]), pytest.approx(float(row["train_loss"]))) for row in metrics(folder)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("data.packing=whole", "data.document_borders=true"),
+        ("data.document_borders=true", "attention.window=8", "model.num_kv_heads=1"),
+        ("trainer.precision=bf16-mixed", "memory=full"),
+        ("trainer.precision=bf16-true", "schedule=wsd"),
+        ("model=gpt2", "data.tokenizer=bytes", "model.num_layers=2", "attention=standard"),
+        ("seq_len=4k", "trainer.sample_tokens=0"),  # longer than all that is held out
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_the_ways_of_training_all_learn_and_say_what_they_took(make_config, tmp_path, changes):
+    assert run(make_config("run_id=m", *changes), []) == 0
+    rows = metrics(tmp_path / "runs" / "m")
+    losses = [float(row["train_loss"]) for row in rows]
+    assert losses[-1] < losses[0]
+    assert all(math.isfinite(float(row["val_loss"])) for row in rows if row["val_loss"])

@@ -1,0 +1,56 @@
+"""What only a GPU can show of a training step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from flashtrain.training import run as run_module
+
+from .conftest import figures, summary
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = ("trainer.accelerator=cuda", "model.head_dim=16", "trainer.sample_tokens=0")
+
+
+class _NoSynchronisation(pl.Callback):
+    """Makes PyTorch refuse whatever stops the host, from step 4 to step 9."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if 4 <= trainer.global_step < 9 else "default")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_rest: Any) -> None:
+        if trainer.global_step >= 9:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("borders", ["false", "true"])
+def test_a_steady_step_never_waits_for_the_gpu(make_config, tmp_path, monkeypatch, borders):
+    make_trainer = run_module.make_trainer
+    monkeypatch.setattr(
+        run_module,
+        "make_trainer",
+        lambda config, device, precision, callbacks: make_trainer(
+            config, device, precision, [_NoSynchronisation(), *callbacks]
+        ),
+    )
+    config = make_config(
+        *ON_GPU, "run_id=steady", f"data.document_borders={borders}", "trainer.log_every_n_steps=6",
+        "trainer.val_every_n_steps=12", "trainer.checkpoint_every_n_steps=12",
+    )  # fmt: skip
+    try:
+        assert run_module.run(config, []) == 0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert summary(tmp_path / "runs" / "steady")["attention_backend"] == "portable"
+
+
+def test_two_deterministic_runs_are_equal_bit_for_bit(make_config, tmp_path):
+    for name in ("one", "two"):
+        changes = (f"run_id={name}", "trainer.deterministic=true", "model.dropout=0.1")
+        assert run_module.run(make_config(*ON_GPU, *changes), []) == 0
+    assert figures(tmp_path / "runs" / "one") == figures(tmp_path / "runs" / "two")
