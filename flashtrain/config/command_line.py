@@ -12,11 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from flashtrain.config.build import ConfigError, convert, leaf_types, unknown_key
+from flashtrain.config.build import ConfigError, build, convert, leaf_types, unknown_key
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
@@ -34,6 +37,7 @@ def check_overrides(arguments: Sequence[str], conf: Path) -> None:
     """
     problems: list[str] = []
     seen: set[str] = set()
+    right: list[str] = []
     for text in overrides_of(arguments):
         try:
             override = OverridesParser.create().parse_override(text)
@@ -43,12 +47,27 @@ def check_overrides(arguments: Sequence[str], conf: Path) -> None:
         key = override.key_or_group
         if key.split(".")[0].split("/")[0] == "hydra":
             continue  # Hydra checks its own keys
+        own = list(_problems_of(override, key, conf))
         if key in seen:
-            problems.append(f"{key} is given twice; keep one")
+            own.append(f"{key} is given twice; keep one")
         seen.add(key)
-        problems.extend(_problems_of(override, key, conf))
+        problems.extend(own)
+        if not own and not override.is_sweep_override():
+            right.append(text)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*problems, *_problems_of_the_rest(right, conf)])
+
+
+def _problems_of_the_rest(overrides: list[str], conf: Path) -> Sequence[str]:
+    """What is wrong with the combination of those overrides that are right one by one: all comes in one message."""
+    try:
+        with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+            build(OmegaConf.to_container(compose("config", overrides), resolve=True))  # type: ignore[arg-type]
+    except ConfigError as error:
+        return error.problems
+    except (HydraException, OmegaConfBaseException):
+        pass  # a follow-up of what is told already
+    return []
 
 
 def _problems_of(override: Override, key: str, conf: Path) -> Iterator[str]:

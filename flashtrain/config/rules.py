@@ -58,6 +58,8 @@ def _model(model: ModelConfig) -> Iterator[str]:
     kv_heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
     if kv_heads <= 0 or model.num_heads % kv_heads:
         yield f"model.num_kv_heads={kv_heads}: must divide model.num_heads={model.num_heads}"
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        return
     head_dim = model.head_dim or model.hidden_size // model.num_heads
     if model.positions == "rope" and head_dim % 2:
         yield f"model.head_dim={head_dim}: rotary positions need an even one; change it or model.positions"

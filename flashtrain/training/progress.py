@@ -22,9 +22,10 @@ class Display:
         self._file = logging.FileHandler(log_file)
         self._file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._screen = _ScreenHandler(self)
+        self._screen.setLevel(logging.INFO)  # tracebacks of what is told in a line go to the file only
         for handler in (self._file, self._screen):
             logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.DEBUG)
         logger.propagate = False
         self._progress: Progress | None = None
 

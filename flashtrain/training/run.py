@@ -77,7 +77,7 @@ class _Run:
 
     def __init__(self, config: Config, folder: RunFolder, display: Display) -> None:
         self.config, self.folder, self.display = config, folder, display
-        self.device = choose_device(config.trainer.accelerator) if config.trainer.accelerator != "cuda" else None
+        self.device: torch.device | None = None
         self.status, self.exit_code = "failed", 1
         self.trackers: list[Tracker] = []
         self.meter: Meter | None = None

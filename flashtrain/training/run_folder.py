@@ -71,7 +71,10 @@ class RunFolder:
         write_atomically(self.config, text)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        write_atomically(self.summary, json.dumps(summary, indent=2) + "\n")
+        """Write summary.json; what a resumed run has no new figure for keeps its last one."""
+        earlier = json.loads(self.summary.read_text()) if self.summary.exists() else {}
+        known = {key: value for key, value in summary.items() if value is not None}
+        write_atomically(self.summary, json.dumps({**summary, **earlier, **known}, indent=2) + "\n")
 
 
 def new_run_id(config: Config) -> str:

@@ -49,6 +49,13 @@ def test_all_mistakes_come_in_one_message():
         assert part in message
 
 
+def test_a_combination_that_cannot_work_is_told_together_with_a_typo():
+    message = problems_of("seqlen=16k", "model.num_heads=5", "run_id=../up")
+    assert "3 problems" in message
+    for part in ("did you mean 'seq_len'", "must be a multiple of model.num_heads=5", "run_id='../up'"):
+        assert part in message
+
+
 def test_right_command_lines_pass():
     check_overrides(
         ["-m", "seq_len=4k,16384,0.5M", "model=gpt2,tiny", "seed=1,2", "trainer.max_time=8m",

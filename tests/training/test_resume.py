@@ -129,7 +129,9 @@ def test_a_stop_in_the_middle_of_an_accumulation_gives_the_step_up_and_repeats_i
 def test_a_finished_run_resumed_trains_no_further(make_config, tmp_path):
     assert run(make_config("run_id=done"), []) == 0
     before = (tmp_path / "runs" / "done" / "metrics.csv").read_text()
+    val_loss = summary(tmp_path / "runs" / "done")["val_loss"]
     assert go_on(tmp_path, "done") == 0
+    assert summary(tmp_path / "runs" / "done")["val_loss"] == val_loss
     assert (tmp_path / "runs" / "done" / "metrics.csv").read_text() == before
     assert summary(tmp_path / "runs" / "done")["status"] == "finished"
 
