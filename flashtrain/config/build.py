@@ -85,9 +85,10 @@ def convert(value: Any, wanted: Any) -> Any:
 def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
     if value in choices:
         return value
-    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    names = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices]
+    close = difflib.get_close_matches(str(value), names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise ValueError(f"expected one of {', '.join(map(str, choices))}{hint}")
+    raise ValueError(f"expected one of {', '.join(names)}{hint}")
 
 
 def _tuple(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -92,7 +92,7 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "cuda"]
     devices: int
     precision: Literal["auto", "32-true", "bf16-mixed", "bf16-true"]
-    compile: bool
+    compile: Literal["auto", True, False]
     deterministic: bool
     log_every_n_steps: Size
     val_every_n_steps: Size

@@ -29,6 +29,8 @@ from flashtrain.training.trackers import Tracker, build_trackers
 
 logger = logging.getLogger("flashtrain")
 
+_COMPILE_FROM = 10_000_000  # parameters
+
 
 def run(config: Config, changes: list[str]) -> int:
     """Train, or go on training, as configured; `changes` are what a resume changes, for the log.
@@ -104,7 +106,7 @@ class _Run:
                 config.schedule.warmup_steps,
                 config.trainer.max_steps,
             )
-        if config.trainer.compile:
+        if self._compiles():
             self.task.compile_model()
 
     def train(self) -> None:
@@ -164,6 +166,13 @@ class _Run:
         if self.status == "stopped":
             logger.info("go on with: python train.py resume=%s", self.folder.run_id)
 
+    def _compiles(self) -> bool:
+        """Whether the model is compiled: as configured, or (`auto`) where that pays within a run of minutes."""
+        assert self.device is not None
+        if self.config.trainer.compile != "auto":
+            return self.config.trainer.compile
+        return self.device.type == "cuda" and self.task.model.num_parameters >= _COMPILE_FROM
+
     def _checkpoint(self) -> tuple[Path, int] | None:
         """Path and step of the checkpoint to go on from."""
         found = ckpt.newest(self.folder.checkpoints) if self.config.resume else None
@@ -202,7 +211,8 @@ class _Run:
             f"data {self.text.corpus.description['name']}: {self.text.corpus.train.num_tokens:,} tokens to train on, "
             f"{self.text.corpus.val.num_tokens:,} held out, tokenizer {self.text.tokenizer.name}",
             f"step: {per_step} sequences, {per_step * config.seq_len:,} tokens, in micro-batches of {per_micro}",
-            f"device {self.facts['device']}, {self.precision}, attention {self.facts['attention_backend']}",
+            f"device {self.facts['device']}, {self.precision}, attention {self.facts['attention_backend']}, "
+            f"{'compiled' if self._compiles() else 'not compiled'}",
             f"memory: activations {blocks}, logits of {config.memory.loss_chunk_tokens:,} tokens at once",
         ]
         if self.resume_from is not None:
