@@ -36,22 +36,26 @@ class Checkpoints(pl.Callback):
         self.config = config
         self.identity = identity
         self.saved_step: int | None = None
+        self._owes_validation = False
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["flashtrain"] = {
             "kind": _KIND,
             "step": trainer.global_step,
+            "owes_validation": self._owes_validation,
             "config": to_dict(self.config),
             "identity": dict(vars(self.identity)),
         }
 
-    def save(self, trainer: pl.Trainer) -> Path:
+    def save(self, trainer: pl.Trainer, owes_validation: bool) -> Path:
         """Write the checkpoint of this step.
+
+        owes_validation: the step's validation was due and has not been finished.
 
         Raises:
             OSError: the disk is full or not writable; earlier checkpoints are untouched.
         """
-        step = trainer.global_step
+        step, self._owes_validation = trainer.global_step, owes_validation
         path = self.folder / f"step-{step:08d}.ckpt"
         if self.saved_step == step:
             return path

@@ -32,6 +32,7 @@ class Loop(pl.Callback):
         display: Display,
         validate: Callable[[bool], float | None],
         sample: Callable[[int], None],
+        owes_validation: bool,
     ) -> None:
         self.config = config
         self.meter = meter
@@ -40,6 +41,7 @@ class Loop(pl.Callback):
         self.display = display
         self.validate = validate
         self.sample = sample
+        self.owes_validation = owes_validation
         self.val_loss: float | None = None
         self.stop_reason: str | None = None
         self._deadline = math.inf
@@ -50,22 +52,22 @@ class Loop(pl.Callback):
         # A checkpoint that was resumed needs no second copy.
         self.checkpoints.saved_step = trainer.global_step or None
         self.display.start(trainer.global_step)
+        if self.owes_validation:
+            self._validate(trainer.global_step, last=False)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(module, LanguageTask)
         settings, step = self.config.trainer, trainer.global_step
+        last = step >= settings.max_steps
+        out_of_time = time.monotonic() >= self._deadline
         if not module.unfinished:
             self.meter.step_done(step, module)
             self.display.step(step)
-        if self.preemption.requested:
-            return self._stop(trainer, "signal")
-        last = step >= settings.max_steps
-        out_of_time = time.monotonic() >= self._deadline
-        if step % settings.val_every_n_steps == 0 or last or out_of_time:
-            self._validate(step, last or out_of_time)
-        if self.preemption.requested:  # during the validation
+            if step % settings.val_every_n_steps == 0 or last or out_of_time:
+                self._validate(step, last or out_of_time)
+        if self.preemption.requested:  # before the step, in the middle of it, or during the validation
             return self._stop(trainer, "signal")
         if last or out_of_time:
             return self._stop(trainer, "max_steps" if last else "max_time")
@@ -77,7 +79,8 @@ class Loop(pl.Callback):
         self.display.stop()
 
     def _validate(self, step: int, last: bool) -> None:
-        loss = self.validate(last)
+        loss = None if self.preemption.requested else self.validate(last)
+        self.owes_validation = loss is None  # stopped before its end: the resumed run makes up for it
         if loss is not None:
             self.val_loss = loss
             self.meter.add(step, val_loss=loss, val_perplexity=perplexity(loss))
@@ -89,7 +92,7 @@ class Loop(pl.Callback):
     def _save(self, trainer: pl.Trainer) -> None:
         self.meter.check_finite()  # a step that was not finite must not count as done in a checkpoint
         self.meter.flush()
-        self.checkpoints.save(trainer)
+        self.checkpoints.save(trainer, self.owes_validation)
         self.meter.start_interval()
 
     def _stop(self, trainer: pl.Trainer, reason: str) -> None:

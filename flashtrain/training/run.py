@@ -112,7 +112,7 @@ class _Run:
     def train(self) -> None:
         config = self.config
         assert self.device is not None
-        first_step = 0 if self.resume_from is None else self.resume_from[1]
+        path, first_step, owes_validation = self.resume_from or (None, 0, False)
         self.trackers = build_trackers(config, self.folder, first_step if config.resume else None)
         preemption = Preemption()
         self.meter = Meter(config, self.text.tokenizer.vocab_size, self.precision, self.device, self._row)
@@ -124,12 +124,14 @@ class _Run:
             self.text.identity,
         )
         self.task.give_up = lambda: preemption.requested
-        self.loop = Loop(config, self.meter, saver, preemption, self.display, self._validate, self._sample)
+        self.loop = Loop(
+            config, self.meter, saver, preemption, self.display, self._validate, self._sample, owes_validation
+        )
         self.trainer = make_trainer(config, self.device, self.precision, [preemption, self.meter, saver, self.loop])
         self.trainer.fit(
             self.task,
             self.text.train_loader(first_step),
-            ckpt_path=None if self.resume_from is None else str(self.resume_from[0]),
+            ckpt_path=None if path is None else str(path),
             weights_only=True,
         )
         preemption.restore()
@@ -173,8 +175,8 @@ class _Run:
             return self.config.trainer.compile
         return self.device.type == "cuda" and self.task.model.num_parameters >= _COMPILE_FROM
 
-    def _checkpoint(self) -> tuple[Path, int] | None:
-        """Path and step of the checkpoint to go on from."""
+    def _checkpoint(self) -> tuple[Path, int, bool] | None:
+        """Path and step of the checkpoint to go on from, and whether that step still owes its validation."""
         found = ckpt.newest(self.folder.checkpoints) if self.config.resume else None
         if found is None:
             if self.config.resume:
@@ -182,7 +184,8 @@ class _Run:
             return None
         path, checkpoint = found
         ckpt.check_identity(path, checkpoint, self.text.identity)
-        return path, int(checkpoint["flashtrain"]["step"])
+        about = checkpoint["flashtrain"]
+        return path, int(about["step"]), bool(about["owes_validation"])
 
     def _facts(self) -> dict[str, Any]:
         """What the summary says beside the figures."""
@@ -216,7 +219,7 @@ class _Run:
             f"memory: activations {blocks}, logits of {config.memory.loss_chunk_tokens:,} tokens at once",
         ]
         if self.resume_from is not None:
-            path, step = self.resume_from
+            path, step, _ = self.resume_from
             tokens = step * per_step * config.seq_len
             lines.append(f"resuming after step {step} ({tokens:,} tokens) from {path}")
         return lines

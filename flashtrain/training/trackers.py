@@ -58,11 +58,20 @@ class CsvTracker:
                 ]
         lines = [",".join(COLUMNS)] + [",".join(row.get(column) or "" for column in COLUMNS) for row in kept]
         write_atomically(path, "\n".join(lines) + "\n")
+        self._last = kept[-1] if kept else {}
 
     def log(self, row: Mapping[str, float | int | None]) -> None:
-        cells = (row.get(column) for column in COLUMNS)
-        with self.path.open("a") as file:  # repr keeps every bit of a float
-            file.write(",".join("" if cell is None else repr(cell) for cell in cells) + "\n")
+        # repr keeps every bit of a float
+        cells = {column: "" if row.get(column) is None else repr(row[column]) for column in COLUMNS}
+        with self.path.open("r+") as file:
+            end = file.seek(0, os.SEEK_END)
+            if cells["step"] == self._last.get("step"):  # figures that came after their step's row was written
+                cells = {column: cells[column] or self._last.get(column) or "" for column in COLUMNS}
+                end -= len(",".join(self._last.get(column) or "" for column in COLUMNS)) + 1
+                file.seek(end)
+                file.truncate()
+            file.write(",".join(cells.values()) + "\n")
+        self._last = cells
 
     def log_text(self, step: int, name: str, text: str) -> None:
         pass

@@ -126,6 +126,28 @@ def test_a_stop_in_the_middle_of_an_accumulation_gives_the_step_up_and_repeats_i
     assert [f[2] for f in figures(folder)] == [f[2] for f in straight]
 
 
+@pytest.mark.parametrize("moment", ["in the validation", "in the step before it"])
+def test_a_validation_that_a_stop_cut_short_is_made_up_for(make_config, tmp_path, straight, monkeypatch, moment):
+    from flashtrain.training.task import LanguageTask
+
+    honest, calls = LanguageTask.loss_sum, []
+
+    def interrupted(self, batch):
+        calls.append(torch.is_grad_enabled())
+        wanted = [True] * 20 + [False] * 2 if moment == "in the validation" else [True] * 20
+        if calls == wanted:  # four micro-batches in each of five steps, then the validation
+            os.kill(os.getpid(), signal.SIGTERM)
+        return honest(self, batch)
+
+    monkeypatch.setattr(LanguageTask, "loss_sum", interrupted)
+    assert run(make_config("run_id=cut", "model.dropout=0.1"), []) == 143
+    monkeypatch.setattr(LanguageTask, "loss_sum", honest)
+    folder = tmp_path / "runs" / "cut"
+    assert (summary(folder)["steps"], metrics(folder)[-1]["val_loss"]) == (5, "")
+    assert go_on(tmp_path, "cut") == 0
+    assert figures(folder) == straight
+
+
 def test_a_finished_run_resumed_trains_no_further(make_config, tmp_path):
     assert run(make_config("run_id=done"), []) == 0
     before = (tmp_path / "runs" / "done" / "metrics.csv").read_text()
