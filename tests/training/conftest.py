@@ -13,6 +13,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from flashtrain.config import Config, build
+from flashtrain.config.resume import resumed
+from flashtrain.training.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,16 +78,27 @@ def changed(overrides: list[str], *changes: str) -> list[str]:
     return [*(text for text in overrides if text.split("=")[0] not in keys), *changes]
 
 
-def metrics(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
+def go_on(tmp_path: Path, run_id: str, *changes: str) -> int:
+    """Resume in this process, with changes such as trainer.max_steps=9."""
+    composed = {"runs_dir": str(tmp_path / "runs"), "resume": run_id}
+    for change in changes:
+        key, value = change.split("=")
+        section, name = key.split(".")
+        composed.setdefault(section, {})[name] = int(value) if value.isdigit() else value
+    raw, told = resumed(composed, changes)
+    return run(build(raw), told)
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def figures(run: Path) -> list[tuple[str, ...]]:
+def figures(folder: Path) -> list[tuple[str, ...]]:
     """What must be equal bit for bit between two runs: everything but times and memory."""
     names = ("step", "tokens", "train_loss", "val_loss", "lr", "grad_norm")
-    return [tuple(row[name] for name in names) for row in metrics(run)]
+    return [tuple(row[name] for name in names) for row in metrics(folder)]
 
 
-def summary(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text())
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())

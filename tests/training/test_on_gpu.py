@@ -10,7 +10,7 @@ import torch
 
 from flashtrain.training import run as run_module
 
-from .conftest import figures, summary
+from .conftest import figures, go_on, summary
 
 pytestmark = pytest.mark.gpu
 
@@ -54,3 +54,14 @@ def test_two_deterministic_runs_are_equal_bit_for_bit(make_config, tmp_path):
         changes = (f"run_id={name}", "trainer.deterministic=true", "model.dropout=0.1")
         assert run_module.run(make_config(*ON_GPU, *changes), []) == 0
     assert figures(tmp_path / "runs" / "one") == figures(tmp_path / "runs" / "two")
+
+
+def test_a_deterministic_run_stopped_and_resumed_is_equal_bit_for_bit(make_config, tmp_path):
+    changes = ("trainer.deterministic=true", "model.dropout=0.1", "trainer.val_every_n_steps=12")
+    assert run_module.run(make_config(*ON_GPU, *changes, "run_id=straight"), []) == 0
+    assert run_module.run(make_config(*ON_GPU, *changes, "run_id=cut", "trainer.max_time=0s"), []) == 0
+    assert summary(tmp_path / "runs" / "cut")["steps"] == 1
+    assert go_on(tmp_path, "cut", "trainer.max_time=9h") == 0
+    straight, cut = figures(tmp_path / "runs" / "straight"), figures(tmp_path / "runs" / "cut")
+    assert cut[1:] == straight[1:]  # the stop itself validates, which is one figure more in row 1
+    assert [value for value in cut[0] if value in straight[0]] == [value for value in straight[0] if value]

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from flashtrain.config import to_dict
-from flashtrain.config.build import ConfigError, build
-from flashtrain.config.resume import resumed
+from flashtrain.config.build import ConfigError
 from flashtrain.training import checkpoints as ckpt
 from flashtrain.training.run import run
 
-from .conftest import ROOT, changed, figures, metrics, summary
+from .conftest import ROOT, changed, figures, go_on, metrics, summary
 
 
 def start(overrides: list[str], *more: str) -> subprocess.Popen:
@@ -28,16 +27,6 @@ def start(overrides: list[str], *more: str) -> subprocess.Popen:
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
-
-
-def go_on(tmp_path: Path, run_id: str, *changes: str) -> int:
-    composed = {"runs_dir": str(tmp_path / "runs"), "resume": run_id}
-    for change in changes:
-        key, value = change.split("=")
-        section, name = key.split(".")
-        composed.setdefault(section, {})[name] = int(value) if value.isdigit() else value
-    raw, told = resumed(composed, changes)
-    return run(build(raw), told)
 
 
 def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None:
