@@ -2,12 +2,13 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.attention.record import COMMAND, attention_hash
+from tests.attention.record import attention_hash
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -22,6 +23,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         **counts,
         "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "command": COMMAND,
+        "command": shlex.join(["python", "-m", "pytest", *terminalreporter.config.invocation_params.args]),
     }
     Path(target).write_text(json.dumps(record, indent=2) + "\n")
