@@ -88,7 +88,7 @@ def attention(
         scale: factor on the scores; 1 / sqrt(head_dim) if None.
         backend: one of `BACKENDS`. `auto` takes the fastest that can do the call and says once which and why.
         deterministic: gradients equal bit for bit from run to run; None follows
-            torch.use_deterministic_algorithms. The portable kernels always are.
+            torch.use_deterministic_algorithms. The portable kernels always are, the Hopper ones on request.
         return_lse: also return the log-sum-exp of the scaled scores, [batch, num_heads, seq_q] float32. It is
             differentiable.
 
@@ -156,6 +156,12 @@ def _say_once(requested: str, chosen: str, q: Tensor) -> None:
     if requested != "auto":
         return
     line = f"attention takes the {chosen} backend for {q.dtype}, head_dim {q.shape[-1]}, on {q.device.type}"
+    if (
+        chosen == "portable"
+        and (reason := supported("hopper", q))
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+    ):
+        line += f": {reason}"
     if chosen in ("sdpa", "standard"):
         line += f": {supported('portable', q) or 'Triton interprets its kernels here, for tests'}"
     if line not in _said:

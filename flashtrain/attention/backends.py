@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
 from torch import Tensor
 
-BACKENDS = ("auto", "portable", "sdpa", "standard")
+BACKENDS = ("auto", "hopper", "portable", "sdpa", "standard")
 
 # What the kernels hold in registers and shared memory ends here.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HOPPER_HEAD_DIMS = (64, 128)
 
 
 def supported(backend: str, q: Tensor, return_lse: bool = False) -> str | None:
@@ -26,7 +28,26 @@ def supported(backend: str, q: Tensor, return_lse: bool = False) -> str | None:
         return f"the kernels take float16, bfloat16 and float32, not {q.dtype}"
     if not MIN_HEAD_DIM <= q.shape[-1] <= MAX_HEAD_DIM:
         return f"the kernels take head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {q.shape[-1]}"
+    if q.device.type == "cuda" and (capability := _capability(q.device)) < (8, 0):
+        return f"the kernels need compute capability 8.0 and {torch.cuda.get_device_name(q.device)} has {capability}"
+    return _unsupported_by_hopper(q) if backend == "hopper" else None
+
+
+def _unsupported_by_hopper(q: Tensor) -> str | None:
+    if interpreted():
+        return "Triton's interpreter cannot run Gluon"
+    if _capability(q.device) != (9, 0):
+        return "the Hopper kernels need compute capability 9.0"
+    if q.dtype == torch.float32:
+        return "the Hopper kernels take float16 and bfloat16, not float32"
+    if q.shape[-1] not in HOPPER_HEAD_DIMS:
+        return f"the Hopper kernels take head_dim {' and '.join(map(str, HOPPER_HEAD_DIMS))}, not {q.shape[-1]}"
     return None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def choose_backend(requested: str, q: Tensor, return_lse: bool = False) -> str:
@@ -43,7 +64,7 @@ def choose_backend(requested: str, q: Tensor, return_lse: bool = False) -> str:
         if reason is not None:
             raise ValueError(f"backend={requested!r}: {reason}; backend='auto' takes one that can")
         return requested
-    for candidate in ("portable", "sdpa") if q.device.type == "cuda" else ("sdpa",):
+    for candidate in ("hopper", "portable", "sdpa") if q.device.type == "cuda" else ("sdpa",):
         if supported(candidate, q, return_lse) is None:
             return candidate
     return "standard"

@@ -8,6 +8,8 @@ seq_q x seq_k tensor.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,8 +31,15 @@ _library.define(
     f"{_PLAN}, float scale, str backend, bool deterministic) -> (Tensor, Tensor, Tensor)"
 )
 
-# backend name -> module with forward, delta and backward.
-KERNELS = {"portable": portable}
+# backend name -> module with forward, delta and backward. `kernels_of` adds the others when they are first used.
+KERNELS: dict[str, ModuleType] = {"portable": portable}
+
+
+def kernels_of(backend: str) -> ModuleType:
+    """The module with a backend's forward, delta and backward."""
+    if backend not in KERNELS:  # Gluon is only loaded where there is a Hopper GPU
+        KERNELS[backend] = importlib.import_module(f"flashtrain.attention.{backend}")
+    return KERNELS[backend]
 
 
 def _forward(
@@ -45,11 +54,11 @@ def _forward(
     backend: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    return KERNELS[backend].forward(q, k, v, rows, left, right, scale)
+    return kernels_of(backend).forward(q, k, v, rows, left, right, scale)
 
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, backend: str) -> Tensor:
-    return KERNELS[backend].delta(out, dout, dlse)
+    return kernels_of(backend).delta(out, dout, dlse)
 
 
 def _backward(
@@ -67,7 +76,7 @@ def _backward(
     backend: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return KERNELS[backend].backward(dout, q, k, v, lse, delta, rows, columns, left, right, scale, deterministic)
+    return kernels_of(backend).backward(dout, q, k, v, lse, delta, rows, columns, left, right, scale, deterministic)
 
 
 for _device in ("CUDA", "CPU"):  # the CPU runs the same kernels in Triton's interpreter

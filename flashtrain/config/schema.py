@@ -38,7 +38,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    backend: Literal["auto", "portable", "sdpa", "standard"]
+    backend: Literal["auto", "hopper", "portable", "sdpa", "standard"]
     window: Size | None
 
 

@@ -128,9 +128,9 @@ def test_offsets_beyond_32_bits_reach_the_right_element(device: torch.device, fa
     assert_same(run(Case(*tensors, case.dlse, case.scale, case.plan)), run(case))
 
 
-def test_heads_are_grouped_by_what_fits_the_cache_and_never_by_more_than_there_are(device: torch.device) -> None:
-    short = torch.empty(2, 4, 1, 16, dtype=torch.bfloat16, device=device)
-    assert launch.heads_together(short, 8) == 8
-    long = torch.empty(1, 8, 2**17, 128, dtype=torch.bfloat16, device="meta")
-    assert launch.heads_together(long, 8) == 1
-    assert launch.heads_together(long, 64) == 2  # eight query heads share a key head of 64 MiB
+def test_heads_are_grouped_by_what_fits_the_cache_and_never_by_more_than_there_are() -> None:
+    assert launch.heads_together((2, 4, 1, 16), 2, 8) == 8
+    long = (1, 8, 2**17, 128)
+    assert launch.heads_together(long, 2, 8) == 1
+    assert launch.heads_together(long, 2, 64) == 2  # eight query heads share a key head of 64 MiB
+    assert launch.heads_together(long, 2, 64, share=2) == 4

@@ -45,15 +45,15 @@ def test_long_and_unequal_lengths_are_right(device: torch.device, seq: tuple[int
     assert_accurate(make_case(device, torch.bfloat16, Causal(), heads=(4, 1), seq=seq))
 
 
-def by_chunks(case: Case, dtype: torch.dtype, chunk: int = 512) -> dict[str, Tensor]:
-    """Causal attention and its gradients by their formulas, a few queries at a time. One head, no gradient on lse."""
+def by_chunks(case: Case, dtype: torch.dtype, chunk: int = 512, causal: bool = True) -> dict[str, Tensor]:
+    """Attention and its gradients by their formulas, a few queries at a time. One head, no gradient on lse."""
     q, k, v, dout = (tensor[0, 0].to(dtype) for tensor in (*case.inputs(), case.dout))
     results = {name: torch.zeros_like(q) for name in ("out", "dq", "dk", "dv")}
     dk, dv = torch.zeros_like(k, dtype=torch.float64), torch.zeros_like(v, dtype=torch.float64)
     key = torch.arange(len(k), device=k.device)
     for first in range(0, len(q), chunk):
         rows = slice(first, first + chunk)
-        hidden = key > key[rows, None]
+        hidden = (key > key[rows, None]) & causal
         p = ((q[rows] @ k.T) * case.scale).masked_fill(hidden, float("-inf")).softmax(-1)
         results["out"][rows] = p @ v
         dp = dout[rows] @ v.T

@@ -46,7 +46,7 @@ def test_a_steady_step_never_waits_for_the_gpu(make_config, tmp_path, monkeypatc
         assert run_module.run(config, []) == 0
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert summary(tmp_path / "runs" / "steady")["attention_backend"] == "portable"
+    assert summary(tmp_path / "runs" / "steady")["attention_backend"] in ("hopper", "portable")
 
 
 def test_two_deterministic_runs_are_equal_bit_for_bit(make_config, tmp_path):

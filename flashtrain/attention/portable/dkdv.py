@@ -54,7 +54,7 @@ def grad_kv(
             q, k, v, dout, dk, dv, statistics, columns,
             *q.stride(), *k.stride(), *v.stride(), *dout.stride(), *dk.stride(), *dv.stride(),
             statistics.stride(1), stride_columns, batch * num_kv_heads, num_kv_heads, seq_q, seq_k, left, right, scale,
-            heads_together(q, batch * num_kv_heads),
+            heads_together(q.shape, q.element_size(), batch * num_kv_heads),
             GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_D=padded_head_dim(head_dim),

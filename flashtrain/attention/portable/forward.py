@@ -58,7 +58,7 @@ def forward(
         _forward_kernel[grid](
             q, k, v, out, lse, rows, *q.stride(), *k.stride(), *v.stride(), *out.stride(), stride_rows,
             batch * num_heads, num_heads, group, seq_q, seq_k, left, right, scale,
-            heads_together(k, batch * num_heads),
+            heads_together(k.shape, k.element_size(), batch * num_heads),
             HEAD_DIM=head_dim,
             BLOCK_D=padded_head_dim(head_dim),
             BLOCK_M=config.block_m,

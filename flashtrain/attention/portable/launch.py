@@ -17,7 +17,9 @@ STATISTICS_ROWS = 128
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Launch on the tensor's device, whichever is current."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if not tensor.is_cuda or torch.cuda.current_device() == tensor.device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -57,12 +59,11 @@ def table_strides(table: Tensor | None) -> tuple[Tensor | None, int]:
     return table, table.stride(0) if table.shape[0] > 1 else 0
 
 
-def heads_together(streamed: Tensor, all_heads: int) -> int:
-    """Of `all_heads` heads that programs are made for, how many to visit at a time: as many as stream one L2 cache full
-    of `streamed` (k, or q) and its companion (v, or dout)."""
-    batch, heads, seq, dim = streamed.shape
-    bytes_a_head = 2 * batch * heads * seq * dim * streamed.element_size() / all_heads
-    return min(all_heads, max(1, int(STREAMED_BYTES / max(1.0, bytes_a_head))))
+def heads_together(streamed: tuple[int, ...], itemsize: int, all_heads: int, share: int = 1) -> int:
+    """Of `all_heads` heads that programs are made for, how many to visit at a time: as many as stream `share` times
+    STREAMED_BYTES of a tensor (k, or q) of shape [batch, heads, seq, dim] and its companion (v, or dout)."""
+    bytes_a_head = 2 * math.prod(streamed) * itemsize / all_heads
+    return min(all_heads, max(1, int(share * STREAMED_BYTES / max(1.0, bytes_a_head))))
 
 
 def row_statistics(lse: Tensor, delta: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def compile_kernel(
     options = {key: value for key, value in config.launch_options().items() if value is not None}
     source = ASTSource(function, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _assemble(compiled.asm["ptx"], capability, compiled.metadata.shared)
+    return assemble(compiled.asm["ptx"], capability, compiled.metadata.shared)
 
 
 def _type_of(name: str, dtype: torch.dtype) -> str:
@@ -94,7 +94,7 @@ def _type_of(name: str, dtype: torch.dtype) -> str:
     return "fp32" if name == "scale" else "i32"
 
 
-def _assemble(ptx: str, capability: int, shared_bytes: int) -> Resources:
+def assemble(ptx: str, capability: int, shared_bytes: int) -> Resources:
     """Run the assembler once more for its own account of registers and spills."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"

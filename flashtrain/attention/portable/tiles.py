@@ -138,13 +138,7 @@ def visible_run(
         shift = num_cols - num_rows
         lo = tl.maximum(row + shift - left, 0)
         hi = tl.minimum(row + shift + right + 1, num_cols)
-        # Both only grow with the row, so the tile's first and last row bound them.
-        first = first_row + shift
-        last = tl.minimum(first_row + BLOCK, num_rows) - 1 + shift
-        lo_min = tl.maximum(first - left, 0)
-        lo_max = tl.maximum(last - left, 0)
-        hi_min = tl.maximum(tl.minimum(first + right + 1, num_cols), 0)
-        hi_max = tl.maximum(tl.minimum(last + right + 1, num_cols), 0)
+        lo_min, lo_max, hi_min, hi_max = window_bounds(first_row, BLOCK, num_rows, num_cols, left, right)
     else:
         base = table + batch.to(tl.int64) * stride_table
         real = row < num_rows
@@ -156,11 +150,31 @@ def visible_run(
         hi_max = tl.max(tl.where(sees, hi, 0), 0)
         lo_max = tl.max(tl.where(sees, lo, 0), 0)
         hi_min = tl.min(tl.where(sees, hi, tl.where(real, 0, num_cols)), 0)
+    begin, full_begin, full_end, end = run_of(lo_min, lo_max, hi_min, hi_max, BLOCK_COLS)
+    return lo, hi, begin, full_begin, full_end, end
+
+
+@triton.jit
+def window_bounds(first_row, block, num_rows, num_cols, left, right):
+    """Of the intervals [lo, hi) that a tile's rows see through a window: smallest and largest lo, smallest and largest
+    hi. Both only grow with the row, so the tile's first and last row bound them."""
+    first = first_row + num_cols - num_rows
+    last = tl.minimum(first_row + block, num_rows) - 1 + num_cols - num_rows
+    lo_min = tl.maximum(first - left, 0)
+    lo_max = tl.maximum(last - left, 0)
+    hi_min = tl.maximum(tl.minimum(first + right + 1, num_cols), 0)
+    hi_max = tl.maximum(tl.minimum(last + right + 1, num_cols), 0)
+    return lo_min, lo_max, hi_min, hi_max
+
+
+@triton.jit
+def run_of(lo_min, lo_max, hi_min, hi_max, BLOCK_COLS: tl.constexpr):
+    """The blocks that a tile needs, begin <= full_begin <= full_end <= end, from the bounds of its rows' intervals."""
     end = tl.cdiv(hi_max, BLOCK_COLS)
     begin = tl.minimum(lo_min // BLOCK_COLS, end)
     full_begin = tl.minimum(tl.maximum(tl.cdiv(lo_max, BLOCK_COLS), begin), end)
     full_end = tl.maximum(tl.minimum(hi_min // BLOCK_COLS, end), full_begin)
-    return lo, hi, begin, full_begin, full_end, end
+    return begin, full_begin, full_end, end
 
 
 @triton.jit

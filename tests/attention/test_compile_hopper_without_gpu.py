@@ -1,0 +1,71 @@
+"""The Hopper kernels compile for a GPU that is not here, fit its shared memory, stay in registers, and keep their
+tensor-core products asynchronous; with the Triton that is installed, and with another where one is named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FULL = {"LOWER": False, "LATER": False, "TABLE": False}
+CAUSAL = {"LOWER": False, "LATER": True, "TABLE": False}
+WINDOW = {"LOWER": True, "LATER": True, "TABLE": False}
+DOCUMENTS = {"LOWER": True, "LATER": True, "TABLE": True}
+B_FULL = {"AFTER": False, "BEFORE": False, "TABLE": False}
+B_CAUSAL = {"AFTER": True, "BEFORE": False, "TABLE": False}
+B_WINDOW = {"AFTER": True, "BEFORE": True, "TABLE": False}
+B_DOCUMENTS = {"AFTER": True, "BEFORE": True, "TABLE": True}
+# Pass, head dim, dtype, short sequence, query heads a key head, mask, and the spilled bytes a thread with which the
+# kernels were measured.
+ENTRIES = [
+    *[("forward", 64, "bfloat16", False, 1, mask, 0) for mask in (FULL, CAUSAL, WINDOW)],
+    *[("forward", 64, "bfloat16", True, 1, mask, 0) for mask in (FULL, CAUSAL, DOCUMENTS)],
+    *[("forward", 128, "bfloat16", False, 1, mask, 0) for mask in (FULL, CAUSAL, WINDOW, DOCUMENTS)],
+    ("forward", 128, "float16", False, 1, CAUSAL, 0),
+    *[("backward", 64, "bfloat16", False, 1, mask, 288) for mask in (B_FULL, B_CAUSAL, B_WINDOW, B_DOCUMENTS)],
+    *[("backward", 128, "bfloat16", False, 1, mask, 96) for mask in (B_FULL, B_CAUSAL, B_WINDOW, B_DOCUMENTS)],
+    ("backward", 64, "bfloat16", False, 4, B_CAUSAL, 128),
+    ("backward", 128, "float16", False, 4, B_CAUSAL, 96),
+]
+PROGRAM = """
+import dataclasses, json, sys, torch, triton
+from flashtrain.attention.hopper.configs import BACKWARD, forward_config
+from flashtrain.attention.hopper.offline import compile_backward, compile_forward
+print(triton.__version__, file=sys.stderr)
+for name, head_dim, dtype, short, group, mask, _ in json.loads(sys.argv[1]):
+    dtype = getattr(torch, dtype)
+    if name == "forward":
+        config = forward_config(head_dim, 1024 if short else 65536, False, mask["TABLE"])
+        resources = compile_forward(head_dim, dtype, config, **mask)
+    else:
+        resources = compile_backward(head_dim, dtype, BACKWARD[head_dim], group, **mask)
+    print(json.dumps(dataclasses.asdict(resources)), flush=True)
+"""
+# A folder with another Triton, such as one filled by pip install --target.
+OTHER_TRITON = os.environ.get("FLASHTRAIN_OTHER_TRITON")
+
+
+@pytest.fixture(scope="module", params=["installed", "other"])
+def compiled(request: pytest.FixtureRequest) -> list[dict[str, int]]:
+    """In a process of its own: this one may have told Triton to interpret."""
+    if request.param == "other" and not OTHER_TRITON:
+        pytest.skip("FLASHTRAIN_OTHER_TRITON names no other Triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    if request.param == "other":
+        environment["PYTHONPATH"] = str(Path(str(OTHER_TRITON)).resolve())
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(ENTRIES)]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("number", range(len(ENTRIES)))
+def test_a_hopper_kernel_fits_its_gpu(compiled: list[dict[str, int]], number: int) -> None:
+    resources, allowed = compiled[number], ENTRIES[number][-1]
+    assert resources["shared_bytes"] <= 232_448, resources
+    assert resources["spilled_bytes"] <= allowed, resources
+    assert resources["registers"] > 32, resources
+    assert not resources["serialized"], resources
