@@ -50,7 +50,7 @@ def forward(
     queries, keys = (1, 1, 64, q.shape[3]), (1, 1, config.block_n, q.shape[3])
     with on_device(q):
         launch(forward_kernel, (q.dtype, q.device), setup, (
-            Box(q, queries), Box(k, keys), Box(v, keys), Box(target, queries), lse, lse if table is None else table,
+            Box(q, queries), Box(k, keys), Box(v, keys), Box(target, queries), lse, lse.view(torch.int32) if table is None else table,
             stride, *setup.numbers, scale * LOG2_E,
         ))  # fmt: skip
     if target is not out:
@@ -129,7 +129,7 @@ def backward(
         )
         launch(backward_kernel, (q.dtype, q.device, max(strides) >= 2**31), setup, (
             Box(q, queries), Box(k, keys), Box(v, keys), Box(dout, queries), Box(dq_sum, config.dq_box(head_dim)),
-            dk_target, dv_target, statistics[0], statistics[1], lse if table is None else table, *strides, padded,
+            dk_target, dv_target, statistics[0], statistics[1], lse.view(torch.int32) if table is None else table, *strides, padded,
             stride, *setup.numbers, scale, scale * LOG2_E,
         ))  # fmt: skip
         _finish[(padded // _ROWS * all_heads,)](
