@@ -81,5 +81,9 @@ def _training(config: Config) -> Iterator[str]:
         yield f"run_id={config.run_id!r} with resume={config.resume!r}: a resumed run keeps its id; leave run_id out"
     if trainer.devices > 1:
         yield f"trainer.devices={trainer.devices}: only one device can be trained on so far; write 1"
+    if config.optimizer.name == "muon" and not (config.optimizer.matrix_lr or 0) > 0:
+        yield f"optimizer.matrix_lr={config.optimizer.matrix_lr}: muon needs a rate above 0, such as 0.02"
+    if not 0 <= config.optimizer.momentum < 1:
+        yield f"optimizer.momentum={config.optimizer.momentum}: must be at least 0 and below 1"
     if config.optimizer.clip_norm is not None and config.optimizer.clip_norm <= 0:
         yield f"optimizer.clip_norm={config.optimizer.clip_norm}: must be above 0, or null for no clipping"

@@ -61,12 +61,25 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: Literal["adamw"]
+    name: Literal["adamw", "muon"]
     lr: float
+    matrix_lr: float | None
+    momentum: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     clip_norm: float | None
+
+
+@dataclass(frozen=True)
+class ClassifierConfig:
+    num_classes: int
+    pooling: Literal["mean", "max", "marker"]
+    positions: Literal["learned", "sinusoidal", "rope", "rope2d", "none"]
+    token_order: Literal["rows", "tiles"]
+    tile: tuple[int, int]
+    dense_classes: int
+    proximity: tuple[float, ...]
 
 
 @dataclass(frozen=True)

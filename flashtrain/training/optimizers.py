@@ -1,36 +1,68 @@
-"""The optimiser: AdamW with weight decay on matrices only, which skips a step whose gradient is not finite."""
+"""The optimiser: AdamW, or Muon for the blocks' matrices beside it; a step whose gradient is not finite is skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from flashtrain.config.schema import OptimizerConfig
+from flashtrain.models.gpt import Attention, Block
+from flashtrain.training.muon import Muon
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Fused AdamW over the model's parameters.
+    """The configured optimiser over the model's parameters.
 
     Matrices (and the embedding tables) decay, vectors (biases, norm weights) do not. The groups are in the order of
     the parameters' names, so that a resumed run finds each state where it left it.
     """
     parameters = {name: p for name, p in sorted(model.named_parameters()) if p.requires_grad}
-    decayed = [p for p in parameters.values() if p.dim() >= 2]
-    undecayed = [p for p in parameters.values() if p.dim() < 2]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
+    matrices = _block_matrices(model) if config.name == "muon" else {}
+    rest = {name: p for name, p in parameters.items() if name not in matrices}
+    decayed = [p for p in rest.values() if p.dim() >= 2]
+    undecayed = [p for p in rest.values() if p.dim() < 2]
+    optimizer: torch.optim.Optimizer
+    if config.name == "muon":
+        assert config.matrix_lr is not None
+        optimizer = Muon(
+            [(parameters[name], rows) for name, rows in sorted(matrices.items())], decayed, undecayed,
+            matrix_lr=config.matrix_lr, momentum=config.momentum, lr=config.lr, betas=config.betas, eps=config.eps,
+            weight_decay=config.weight_decay,
+        )  # fmt: skip
+    else:
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": undecayed, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+    return optimizer
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def _block_matrices(model: nn.Module) -> dict[str, list[int] | None]:
+    """Names of the linear weights inside blocks, with the rows that are matrices of their own: q, k and v."""
+    found: dict[str, list[int] | None] = {}
+    for path, block in model.named_modules():
+        if not isinstance(block, Block):
+            continue
+        found |= {f"{path}.{name}.weight": None for name, part in block.named_modules() if isinstance(part, nn.Linear)}
+        for name, part in block.named_modules():
+            if isinstance(part, Attention):
+                found[f"{path}.{name}.qkv.weight"] = [heads * part.head_dim for heads in part.heads]
+    return found
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, rate_of: Callable[[float], float]
+) -> None:
+    """Give every group the rate that `rate_of` makes of its configured peak."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        peak = config.matrix_lr if group.get("kind") == "muon" else config.lr
+        assert peak is not None
+        group["lr"] = rate_of(peak)
 
 
 def clip_gradients(parameters: Iterable[Tensor], clip_norm: float | None) -> Tensor:

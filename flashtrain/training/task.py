@@ -75,8 +75,9 @@ class LanguageTask(pl.LightningModule):
         self.loss = loss
         self.grad_norm = clip_gradients(self.model.parameters(), config.optimizer.clip_norm)
         self.finite = torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
-        self.lr = learning_rate(step, config.optimizer.lr, config.trainer.max_steps, config.schedule)
-        set_learning_rate(optimizer.optimizer, self.lr)
+        rate = functools.partial(learning_rate, step, max_steps=config.trainer.max_steps, schedule=config.schedule)
+        self.lr = rate(config.optimizer.lr)
+        set_learning_rate(optimizer.optimizer, config.optimizer, rate)
         skip_if_not_finite(optimizer.optimizer, self.finite)
         optimizer.step()
 
