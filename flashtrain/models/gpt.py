@@ -16,43 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from flashtrain.config.schema import ModelConfig
 from flashtrain.models.dimensions import Dimensions
+from flashtrain.models.positions import Rotation, rotary_frequencies, rotate, rotation
 
 # (q [batch, num_heads, seq, head_dim], k and v [batch, num_kv_heads, seq, head_dim], plan) -> [batch, num_heads, seq,
 # head_dim], all of one dtype. What may attend to what is the plan's affair; the model only hands it on.
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 [batch or 1, 1, seq, head_dim / 2]
-
 # How far the spread of the logits may lift the first loss, in units of ln(vocab)^2 nats (see `embedding_std`).
 INITIAL_LIFT = 0.0014
-
-
-def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Radians per position of each rotated pair, theta^(-2i / head_dim): float64 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
-    return theta**-exponents
-
-
-def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:
-    """Cosines and sines of the rotary angles, float32.
-
-    The product is taken in float64: at position 1,000,000 a float32 angle is off by up to 0.03 radians, which is more
-    than bf16 queries lose by rounding.
-
-    Args:
-        positions: int64 [seq] or [batch, seq].
-        frequencies: float64 [head_dim / 2], radians per position.
-    """
-    angles = positions[..., None] * frequencies
-    angles = angles.unsqueeze(-3) if angles.dim() == 3 else angles[None, None]
-    return angles.cos().float(), angles.sin().float()
-
-
-def rotate(x: Tensor, turn: Rotation) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of x [batch, heads, seq, head_dim]; float32 unless x is wider."""
-    cos, sin = turn
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -128,6 +99,45 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+def run_blocks(blocks: nn.ModuleList, x: Tensor, plan: Any, turn: Rotation | None, *, recompute: bool) -> Tensor:
+    """x [batch, seq, hidden_size] through all blocks.
+
+    Args:
+        plan: for every block, or a list or tuple of one a block.
+        recompute: compute each block again in the backward pass instead of keeping its activations.
+
+    Raises:
+        ValueError: another number of plans than of blocks.
+    """
+    plans = plan if isinstance(plan, list | tuple) else [plan] * len(blocks)
+    if len(plans) != len(blocks):
+        raise ValueError(f"plan: {len(plans)} plans for model.num_layers={len(blocks)}; give one, or one a layer")
+    for block, layer_plan in zip(blocks, plans, strict=True):
+        if recompute and torch.is_grad_enabled():
+            x = checkpoint(block, x, layer_plan, turn, use_reentrant=False, preserve_rng_state=True)
+        else:
+            x = block(x, layer_plan, turn)
+    return x
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, config: ModelConfig, std_of: Callable[[nn.Module], float]) -> None:
+    """GPT-2's: N(0, std_of(module)), no biases, 1 / sqrt(2 num_layers) on what adds to the residual."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std_of(module))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=std_of(module))
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.reset_parameters()
+    for block in model.modules():
+        if isinstance(block, Block):
+            for residual in (block.attention.output, block.mlp.down):
+                residual.weight.mul_(1 / math.sqrt(2 * config.num_layers))
+
+
 class GPT(nn.Module):
     """Token ids in, hidden states out; the loss (or `logits`) applies the head.
 
@@ -170,23 +180,10 @@ class GPT(nn.Module):
         lift = INITIAL_LIFT * math.log(self.vocab_size) ** 2
         return min(self.config.init_std, math.sqrt(2 * lift / self.config.hidden_size))
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise as GPT-2 does: N(0, init_std), no biases, 1 / sqrt(2 num_layers) on what adds to the residual."""
-        std = self.config.init_std
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=self.embedding_std() if module is self.head else std)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=self.embedding_std())
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                module.reset_parameters()
-        for block in self.modules():
-            if isinstance(block, Block):
-                for residual in (block.attention.output, block.mlp.down):
-                    residual.weight.mul_(1 / math.sqrt(2 * self.config.num_layers))
+        """Initialise as GPT-2 does, with embeddings and head at `embedding_std`."""
+        small, std = (self.token_embedding, self.position_embedding, self.head), self.config.init_std
+        initialise(self, self.config, lambda module: self.embedding_std() if module in small else std)
 
     def forward(self, tokens: Tensor, plan: Any = None, positions: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm.
@@ -202,14 +199,8 @@ class GPT(nn.Module):
         Raises:
             ValueError: the sequence is longer than the learned position table, or the number of plans is wrong.
         """
-        plans = self._plan_per_layer(plan)
         x, turn = self._embed(tokens, positions)
-        for block, layer_plan in zip(self.blocks, plans, strict=True):
-            if self.checkpoint_blocks and torch.is_grad_enabled():
-                x = checkpoint(block, x, layer_plan, turn, use_reentrant=False, preserve_rng_state=True)
-            else:
-                x = block(x, layer_plan, turn)
-        return self.final_norm(x)
+        return self.final_norm(run_blocks(self.blocks, x, plan, turn, recompute=self.checkpoint_blocks))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., vocab]. Training uses `cross_entropy_sum`, which never holds them all."""
@@ -233,15 +224,6 @@ class GPT(nn.Module):
             "without_position_table": self.num_parameters - table,
             "embedding": self.token_embedding.weight.numel(),
         }
-
-    def _plan_per_layer(self, plan: Any) -> list[Any]:
-        if not isinstance(plan, list | tuple):
-            return [plan] * len(self.blocks)
-        if len(plan) != len(self.blocks):
-            raise ValueError(
-                f"plan: {len(plan)} plans for model.num_layers={len(self.blocks)}; give one, or one a layer"
-            )
-        return list(plan)
 
     def _embed(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Rotation | None]:
         seq = tokens.shape[1]
