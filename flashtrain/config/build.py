@@ -49,6 +49,12 @@ def leaf_types() -> dict[str, Any]:
     return dict(_leaves(Config, ""))
 
 
+def optional_sections() -> list[str]:
+    """The sections that may be null."""
+    hints = get_type_hints(Config, include_extras=True)
+    return [name for name, wanted in hints.items() if _section_type(wanted) not in (None, wanted)]
+
+
 def unknown_key(key: str) -> str:
     """The complaint about a key that does not exist, with the nearest one that does."""
     known = [*leaf_types(), *(field.name for field in dataclasses.fields(Config))]
@@ -79,6 +85,12 @@ def convert(value: Any, wanted: Any) -> Any:
         return _choice(value, arguments)
     if origin is tuple:
         return _tuple(value, arguments)
+    if dataclasses.is_dataclass(wanted):
+        problems: list[str] = []
+        section = _section(wanted, value, "", problems)  # type: ignore[arg-type]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return section
     return _scalar(value, wanted)
 
 
@@ -121,13 +133,19 @@ def _section(section: type, raw: Any, prefix: str, problems: list[str]) -> Any:
         return None
     hints = get_type_hints(section, include_extras=True)
     problems.extend(unknown_key(f"{prefix}{key}") for key in raw if key not in hints)
-    values = {}
+    values: dict[str, Any] = {}
+    defaults = {f.name: f.default for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING}
     for name, wanted in hints.items():
         key = f"{prefix}{name}"
-        if name not in raw or (isinstance(raw[name], str) and raw[name] == "???"):
+        if name not in raw and name in defaults:
+            values[name] = defaults[name]
+        elif name not in raw or (isinstance(raw[name], str) and raw[name] == "???"):
             problems.append(f"missing key '{key}': give it a value with {key}=...")
-        elif dataclasses.is_dataclass(wanted):
-            values[name] = _section(wanted, raw[name], f"{key}.", problems)  # type: ignore[arg-type]
+        elif (inner := _section_type(wanted)) is not None:
+            if raw[name] is None and inner is not wanted:
+                values[name] = None
+            else:
+                values[name] = _section(inner, raw[name], f"{key}.", problems)
         else:
             try:
                 values[name] = convert(raw[name], wanted)
@@ -138,10 +156,19 @@ def _section(section: type, raw: Any, prefix: str, problems: list[str]) -> Any:
 
 def _leaves(section: type, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, wanted in get_type_hints(section, include_extras=True).items():
-        if dataclasses.is_dataclass(wanted):
-            yield from _leaves(wanted, f"{prefix}{name}.")  # type: ignore[arg-type]
+        inner = _section_type(wanted)
+        if inner is not None:
+            yield from _leaves(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", wanted
+
+
+def _section_type(wanted: Any) -> type | None:
+    """The dataclass that a declared type is, or may be where it is optional; None for a value."""
+    for candidate in (wanted, *(get_args(wanted) if get_origin(wanted) is types.UnionType else ())):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+    return None
 
 
 def _plain(value: Any) -> Any:

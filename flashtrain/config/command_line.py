@@ -19,7 +19,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flashtrain.config.build import ConfigError, build, convert, leaf_types, unknown_key
+from flashtrain.config.build import ConfigError, build, convert, leaf_types, optional_sections, unknown_key
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
@@ -54,8 +54,27 @@ def check_overrides(arguments: Sequence[str], conf: Path) -> None:
         problems.extend(own)
         if not own and not override.is_sweep_override():
             right.append(text)
+    problems.extend(_keys_of_absent_sections(right, conf))
     if problems:
         raise ConfigError([*problems, *_problems_of_the_rest(right, conf)])
+
+
+def _keys_of_absent_sections(overrides: list[str], conf: Path) -> Iterator[str]:
+    """Keys of sections that are null in this run."""
+    inside = [text for text in overrides if text.lstrip("+").split(".")[0] in optional_sections() and "." in text]
+    if not inside:
+        return
+    groups = [text for text in overrides if (conf / text.split("=")[0]).is_dir()]
+    try:
+        with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+            composed = compose("config", groups)
+    except (HydraException, OmegaConfBaseException):
+        return  # a follow-up of what is told already
+    for text in inside:
+        section = text.lstrip("+").split(".")[0]
+        if composed[section] is None:
+            choices = ", ".join(f"{section}={path.stem}" for path in sorted((conf / section).glob("*.yaml")))
+            yield f"{text}: this run has no section {section}; choose one ({choices}) or an experiment with one"
 
 
 def _problems_of_the_rest(overrides: list[str], conf: Path) -> Sequence[str]:

@@ -14,6 +14,7 @@ from flashtrain.config.command_line import overrides_of
 # Everything else shaped the weights or the order of the data, and a change would make the run something else.
 _MAY_CHANGE = (
     "attention.backend",
+    "images.num_workers",
     "logger.",
     "memory.",
     "optimizer.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from flashtrain.config.schema import Config, DataConfig, ModelConfig
+from flashtrain.config.schema import Config, DataConfig, ImagesConfig, ModelConfig
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
@@ -16,6 +16,7 @@ def broken_rules(config: Config) -> Iterator[str]:
     yield from _model(config.model)
     yield from _data(config.data)
     yield from _training(config)
+    yield from _classification(config)
 
 
 def _positive(config: Config) -> Iterator[str]:
@@ -83,7 +84,75 @@ def _training(config: Config) -> Iterator[str]:
         yield f"trainer.devices={trainer.devices}: only one device can be trained on so far; write 1"
     if config.optimizer.name == "muon" and not (config.optimizer.matrix_lr or 0) > 0:
         yield f"optimizer.matrix_lr={config.optimizer.matrix_lr}: muon needs a rate above 0, such as 0.02"
+    if config.optimizer.ema_decay is not None and not 0 < config.optimizer.ema_decay < 1:
+        yield f"optimizer.ema_decay={config.optimizer.ema_decay}: must lie between 0 and 1, such as 0.999, or be null"
     if not 0 <= config.optimizer.momentum < 1:
         yield f"optimizer.momentum={config.optimizer.momentum}: must be at least 0 and below 1"
     if config.optimizer.clip_norm is not None and config.optimizer.clip_norm <= 0:
         yield f"optimizer.clip_norm={config.optimizer.clip_norm}: must be above 0, or null for no clipping"
+
+
+def _classification(config: Config) -> Iterator[str]:
+    sections = {"classifier": config.classifier, "images": config.images}
+    if config.task == "language":
+        for key, section in {**sections, "curriculum": config.curriculum}.items():
+            if section is not None:
+                yield f"{key}: a section for task=classification, and task=language; write task=classification"
+        return
+    for key, section in sections.items():
+        if section is None:
+            yield f"{key}=null: task=classification needs it; write {key}=pathfinder, or experiment=pathfinder32"
+    if config.attention.window is not None:
+        yield f"attention.window={config.attention.window}: for language models; write attention.window=null"
+    if config.images is not None:
+        low, high = config.images.brightness
+        if not 0 < low <= high:
+            yield f"images.brightness=[{low}, {high}]: two factors above 0, the smaller first, such as [0.7,1.0]"
+        for name in ("train_images", "val_images"):
+            count = getattr(config.images, name)
+            if count is not None and count < 1:
+                yield f"images.{name}={count}: must be at least 1"
+        yield from _images_from_disk(config.images, 0 if config.classifier is None else config.classifier.dense_classes)
+    if config.classifier is not None and config.classifier.dense_classes not in (0, 3):
+        yield f"classifier.dense_classes={config.classifier.dense_classes}: Pathfinder has 3 (0, 1 or 2 discs), or 0"
+    yield from _curriculum(config)
+
+
+def _images_from_disk(images: ImagesConfig, dense_classes: int) -> Iterator[str]:
+    source = images.source
+    if source == "pathfinder":
+        if images.path is not None:
+            yield f"images.path={images.path}: images.source=pathfinder reads none; take images=release or images=npz"
+        return
+    if images.path is None:
+        what = "the folder of the release" if source == "release" else "an .npz file with images and labels"
+        yield f"images.path=null: images.source={source} reads from disk; give images.path={what}"
+    if dense_classes:
+        yield (
+            f"classifier.dense_classes={dense_classes}: images.source={source} has labels and no classes of pixels; "
+            "write classifier.dense_classes=0"
+        )
+    instead = "images.difficulty chooses the set" if source == "release" else "the file has what it has"
+    for key in ("contour_length", "distractor_count", "distractor_length", "start_border", "seeding_flaw"):
+        value = getattr(images, key)
+        if value is not None:
+            yield f"images.{key}={value}: is for generated images, and images.source={source}: {instead}; write null"
+
+
+def _curriculum(config: Config) -> Iterator[str]:
+    if config.curriculum is None:
+        return
+    if not config.curriculum.stages:
+        yield "curriculum.stages=[]: name at least one stage, or write curriculum=null"
+    for number, stage in enumerate(config.curriculum.stages):
+        if stage.max_steps < 1:
+            yield f"curriculum.stages[{number}].max_steps={stage.max_steps}: must be at least 1"
+        if stage.gate is not None and not 0 < stage.gate <= 1:
+            yield f"curriculum.stages[{number}].gate={stage.gate}: an accuracy above 0, at most 1"
+    if config.classifier is not None and config.classifier.positions == "learned":
+        yield (
+            "classifier.positions=learned: a table of one image size cannot follow a curriculum; take rope2d, or run "
+            "the stages one by one with model.init_from"
+        )
+    if config.images is not None and config.images.source != "pathfinder":
+        yield f"images.source={config.images.source}: a curriculum generates its images; write images.source=pathfinder"

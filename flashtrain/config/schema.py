@@ -34,6 +34,7 @@ class ModelConfig:
     tokenizer: str
     lr: float
     batch_tokens: Size
+    init_from: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class OptimizerConfig:
     eps: float
     weight_decay: float
     clip_norm: float | None
+    ema_decay: float | None
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,46 @@ class ClassifierConfig:
     token_order: Literal["rows", "tiles"]
     tile: tuple[int, int]
     dense_classes: int
+    dense_weight: float
     proximity: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ImagesConfig:
+    source: Literal["pathfinder", "release", "npz"]
+    path: str | None
+    difficulty: Literal["curv_baseline", "curv_contour_length_9", "curv_contour_length_14"]
+    preset: str
+    side: int | None
+    contour_length: int | None
+    distractor_count: int | None
+    distractor_length: int | None
+    start_border: int | None
+    seeding_flaw: bool | None
+    seed: int
+    train_images: Size | None
+    val_images: Size
+    flips: bool
+    brightness: tuple[float, float]
+    prepared_dir: str
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    max_steps: Size
+    gate: float | None = None
+    preset: str | None = None
+    side: int | None = None
+    contour_length: int | None = None
+    distractor_count: int | None = None
+    distractor_length: int | None = None
+    start_border: int | None = None
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    stages: tuple[StageConfig, ...]
 
 
 @dataclass(frozen=True)
@@ -132,9 +173,13 @@ class Config:
     run_id: str | None
     resume: str | None
     runs_dir: str
+    task: Literal["language", "classification"]
     model: ModelConfig
     attention: AttentionConfig
     data: DataConfig
+    classifier: ClassifierConfig | None
+    images: ImagesConfig | None
+    curriculum: CurriculumConfig | None
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     memory: MemoryConfig

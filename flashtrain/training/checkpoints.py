@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 
 from flashtrain.config import Config, to_dict
+from flashtrain.training.curriculum import Progress
 
 _KIND = "flashtrain checkpoint 1"
 
@@ -36,6 +38,7 @@ class Checkpoints(pl.Callback):
         self.config = config
         self.identity = identity
         self.saved_step: int | None = None
+        self.progress = Progress()
         self._owes_validation = False
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -43,6 +46,7 @@ class Checkpoints(pl.Callback):
             "kind": _KIND,
             "step": trainer.global_step,
             "owes_validation": self._owes_validation,
+            "progress": dataclasses.asdict(self.progress),
             "config": to_dict(self.config),
             "identity": dict(vars(self.identity)),
         }
@@ -81,6 +85,11 @@ class Checkpoints(pl.Callback):
 def existing(folder: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     return sorted(folder.glob("step-*.ckpt"))
+
+
+def progress_of(checkpoint: dict[str, Any]) -> Progress:
+    """The stage that a run goes on with."""
+    return Progress(**checkpoint["flashtrain"].get("progress", {}))
 
 
 def load(path: Path) -> dict[str, Any]:

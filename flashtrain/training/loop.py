@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +11,34 @@ import lightning.pytorch as pl
 
 from flashtrain.config import Config
 from flashtrain.training.checkpoints import Checkpoints
+from flashtrain.training.curriculum import Progress, is_over
 from flashtrain.training.meter import Meter
 from flashtrain.training.preemption import Preemption
 from flashtrain.training.progress import Display
-from flashtrain.training.task import LanguageTask
+from flashtrain.training.task import Task
 
 logger = logging.getLogger(__name__)
+
+
+class StageOver(Exception):
+    """The stage ended with a validation that an earlier stop had left undone: there is no step to train in it."""
+
+
+class Deadline:
+    """`trainer.max_time`, counted from the first step of the first stage."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._end: float | None = None
+
+    def start(self) -> None:
+        """Begin to count, unless it has begun."""
+        if self.seconds is not None and self._end is None:
+            self._end = time.monotonic() + self.seconds
+
+    @property
+    def passed(self) -> bool:
+        return self._end is not None and time.monotonic() >= self._end
 
 
 class Loop(pl.Callback):
@@ -30,9 +51,11 @@ class Loop(pl.Callback):
         checkpoints: Checkpoints,
         preemption: Preemption,
         display: Display,
-        validate: Callable[[bool], float | None],
+        validate: Callable[[bool], dict[str, float] | None],
         sample: Callable[[int], None],
         owes_validation: bool,
+        deadline: Deadline,
+        progress: Progress,
     ) -> None:
         self.config = config
         self.meter = meter
@@ -42,35 +65,45 @@ class Loop(pl.Callback):
         self.validate = validate
         self.sample = sample
         self.owes_validation = owes_validation
-        self.val_loss: float | None = None
+        self.figures: dict[str, float] = {}  # of the newest validation
         self.stop_reason: str | None = None
-        self._deadline = math.inf
+        self.deadline = deadline
+        self.progress = progress
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if self.config.trainer.max_time is not None:
-            self._deadline = time.monotonic() + self.config.trainer.max_time
+        self.deadline.start()
         # A checkpoint that was resumed needs no second copy.
         self.checkpoints.saved_step = trainer.global_step or None
         self.display.start(trainer.global_step)
         if self.owes_validation:
-            self._validate(trainer.global_step, last=False)
+            step = trainer.global_step
+            if is_over(self.config, self.progress, step, self._validate(step, last=False)):
+                self.checkpoints.saved_step = None  # the same weights, but another stage goes on from them
+                self._end_stage(trainer)
+                raise StageOver
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(module, LanguageTask)
+        assert isinstance(module, Task)
         settings, step = self.config.trainer, trainer.global_step
         last = step >= settings.max_steps
-        out_of_time = time.monotonic() >= self._deadline
+        out_of_time = self.deadline.passed
+        stage_over = is_over(self.config, self.progress, step, None)
         if not module.unfinished:
             self.meter.step_done(step, module)
             self.display.step(step)
-            if step % settings.val_every_n_steps == 0 or last or out_of_time:
-                self._validate(step, last or out_of_time)
+            if step % settings.val_every_n_steps == 0 or last or out_of_time or stage_over:
+                figures = self._validate(step, last or out_of_time)
+                stage_over = is_over(self.config, self.progress, step, figures)
+        if stage_over and not self.owes_validation:
+            self.checkpoints.progress = self.progress.next(step, self.config)
         if self.preemption.requested:  # before the step, in the middle of it, or during the validation
             return self._stop(trainer, "signal")
         if last or out_of_time:
             return self._stop(trainer, "max_steps" if last else "max_time")
+        if stage_over:
+            return self._end_stage(trainer)
         if step % settings.checkpoint_every_n_steps == 0:
             self._save(trainer)
         return None
@@ -78,16 +111,17 @@ class Loop(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         self.display.stop()
 
-    def _validate(self, step: int, last: bool) -> None:
-        loss = None if self.preemption.requested else self.validate(last)
-        self.owes_validation = loss is None  # stopped before its end: the resumed run makes up for it
-        if loss is not None:
-            self.val_loss = loss
-            self.meter.add(step, val_loss=loss, val_perplexity=perplexity(loss))
+    def _validate(self, step: int, last: bool) -> dict[str, float] | None:
+        figures = None if self.preemption.requested else self.validate(last)
+        self.owes_validation = figures is None  # stopped before its end: the resumed run makes up for it
+        if figures is not None:
+            self.figures = figures
+            self.meter.add(step, **figures)
         self.meter.flush()
-        if loss is not None:
+        if figures is not None:
             self.sample(step)
         self.meter.start_interval()
+        return figures
 
     def _save(self, trainer: pl.Trainer) -> None:
         self.meter.check_finite()  # a step that was not finite must not count as done in a checkpoint
@@ -95,13 +129,12 @@ class Loop(pl.Callback):
         self.checkpoints.save(trainer, self.owes_validation)
         self.meter.start_interval()
 
+    def _end_stage(self, trainer: pl.Trainer) -> None:
+        self.checkpoints.progress = self.progress.next(trainer.global_step, self.config)
+        self._stop(trainer, "stage")
+
     def _stop(self, trainer: pl.Trainer, reason: str) -> None:
         self.stop_reason = reason
         self._save(trainer)
         trainer.should_stop = True
         self.display.stop()
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), capped where a float would overflow."""
-    return math.exp(min(loss, 700.0))

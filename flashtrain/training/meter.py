@@ -20,8 +20,9 @@ from torch import Tensor
 
 from flashtrain.config import Config
 from flashtrain.models.flops import model_flops
+from flashtrain.training.curriculum import Progress
 from flashtrain.training.hardware import peak_flops, peak_memory_gib
-from flashtrain.training.task import LanguageTask
+from flashtrain.training.task import Task
 
 Row = dict[str, float | int | None]
 
@@ -85,10 +86,17 @@ class Meter(pl.Callback):
     """
 
     def __init__(
-        self, config: Config, vocab_size: int, precision: str, device: torch.device, on_row: Callable[[Row], None]
+        self,
+        config: Config,
+        head_size: int,
+        precision: str,
+        device: torch.device,
+        on_row: Callable[[Row], None],
+        progress: Progress | None = None,
     ) -> None:
         self.config = config
-        self.vocab_size = vocab_size
+        self.progress = progress or Progress()
+        self.head_size = head_size
         self.device = device
         self.peak = peak_flops(device, precision, config.trainer.peak_tflops)
         self.on_row = on_row
@@ -108,13 +116,13 @@ class Meter(pl.Callback):
         if self._interval is None:
             self._interval = _Clock.now(self.device)
 
-    def step_done(self, step: int, task: LanguageTask) -> None:
+    def step_done(self, step: int, task: Task) -> None:
         """Count a finished optimiser step; `step` is the number of steps done, 1 after the first."""
         config = self.config
         sequences = config.sequences_per_step
         self._tokens += sequences * config.seq_len
         pairs = task.visible_pairs / sequences
-        self._flops += sequences * model_flops(config.model, self.vocab_size, config.seq_len, pairs).training
+        self._flops += sequences * model_flops(config.model, self.head_size, config.seq_len, pairs).training
         unnoticed = (self._first_bad < 0) & ~task.finite
         self._first_bad = torch.where(unnoticed, torch.full_like(self._first_bad, step), self._first_bad)
         if step % config.trainer.log_every_n_steps == 0 or step == config.trainer.max_steps:
@@ -161,9 +169,9 @@ class Meter(pl.Callback):
         return statistics.median(rates) if rates else None
 
     def _tokens_at(self, step: int) -> int:
-        return step * self.config.sequences_per_step * self.config.seq_len
+        return self.progress.tokens_at(step, self.config)
 
-    def _log(self, step: int, task: LanguageTask) -> None:
+    def _log(self, step: int, task: Task) -> None:
         assert self._interval is not None
         figures = torch.stack([task.loss.double(), task.grad_norm.double(), self._first_bad.double()])
         if self.device.type == "cuda":

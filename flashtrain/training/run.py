@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import traceback
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,21 @@ import lightning.pytorch as pl
 import torch
 
 from flashtrain.attention import choose_backend
-from flashtrain.config import Config, format_size
-from flashtrain.models.generate import generate
+from flashtrain.config import Config
 from flashtrain.training import checkpoints as ckpt
+from flashtrain.training.classification import ClassificationWork
+from flashtrain.training.curriculum import Progress, describe, stage_config
 from flashtrain.training.hardware import choose_device, choose_precision, device_name, peak_memory_gib
-from flashtrain.training.loop import Loop
+from flashtrain.training.language import LanguageWork
+from flashtrain.training.loop import Deadline, Loop, StageOver
 from flashtrain.training.memory import checkpoint_blocks
 from flashtrain.training.meter import Diverged, Meter, Row
 from flashtrain.training.preemption import Preemption
 from flashtrain.training.progress import Display, complain
 from flashtrain.training.run_folder import RunFolder, git_commit
-from flashtrain.training.task import LanguageTask, fold_seed
-from flashtrain.training.text import TextData
+from flashtrain.training.task import fold_seed
 from flashtrain.training.trackers import Tracker, build_trackers
+from flashtrain.training.warm_start import warm_start
 
 logger = logging.getLogger("flashtrain")
 
@@ -74,6 +78,17 @@ def run(config: Config, changes: list[str]) -> int:
     return this.exit_code
 
 
+@dataclass(frozen=True)
+class _Start:
+    """A checkpoint to go on from: file and content, the steps done, whether the last of them owes its validation."""
+
+    path: Path
+    content: dict[str, Any]
+    step: int
+    owes_validation: bool
+    progress: Progress
+
+
 class _Run:
     """The parts of one run, put together."""
 
@@ -86,16 +101,23 @@ class _Run:
         self.loop: Loop | None = None
         self.trainer: pl.Trainer | None = None
         self.facts: dict[str, Any] = {}
+        self.progress = Progress()
+        self.work: LanguageWork | ClassificationWork
 
     def prepare(self) -> None:
         """Everything that can go wrong before the first step."""
         config = self.config
         device = self.device = choose_device(config.trainer.accelerator)
         self.precision = choose_precision(config.trainer, device)
-        self.text = TextData(config)
         self.resume_from = self._checkpoint()
+        self.progress = self.resume_from.progress if self.resume_from else Progress()
+        self.work = _work_of(stage_config(config, self.progress.stage), config)
+        if self.resume_from is not None:
+            ckpt.check_identity(self.resume_from.path, self.resume_from.content, self.work.identity)
         torch.manual_seed(fold_seed(config.seed))
-        self.task = LanguageTask(config, self.text.tokenizer.vocab_size)
+        self.task = self.work.build_task()
+        if config.model.init_from is not None and self.resume_from is None:
+            warm_start(self.task.model, config.model.init_from, config.runs_dir)
         self.task.model.checkpoint_blocks = checkpoint_blocks(config, self.precision, device)
         self.facts = self._facts()
         for line in self._banner():
@@ -110,49 +132,76 @@ class _Run:
             self.task.compile_model()
 
     def train(self) -> None:
-        config = self.config
-        assert self.device is not None
-        path, first_step, owes_validation = self.resume_from or (None, 0, False)
-        self.trackers = build_trackers(config, self.folder, first_step if config.resume else None)
-        preemption = Preemption()
-        self.meter = Meter(config, self.text.tokenizer.vocab_size, self.precision, self.device, self._row)
-        saver = ckpt.Checkpoints(
-            self.folder.checkpoints,
-            config.trainer.checkpoint_every_n_steps,
-            config.trainer.keep_checkpoints,
-            config,
-            self.text.identity,
-        )
-        self.task.give_up = lambda: preemption.requested
-        self.loop = Loop(
-            config, self.meter, saver, preemption, self.display, self._validate, self._sample, owes_validation
-        )
-        self.trainer = make_trainer(config, self.device, self.precision, [preemption, self.meter, saver, self.loop])
-        self.trainer.fit(
-            self.task,
-            self.text.train_loader(first_step),
-            ckpt_path=None if path is None else str(path),
-            weights_only=True,
-        )
-        preemption.restore()
-        self.meter.flush()
+        """All stages, one fit each, and what comes at the end."""
+        config, here = self.config, self.resume_from
+        self.trackers = build_trackers(config, self.folder, (here.step if here else 0) if config.resume else None)
+        preemption, deadline = Preemption(), Deadline(config.trainer.max_time)
+        try:
+            while self._fit(here, preemption, deadline) == "stage":
+                here = self._checkpoint(resuming=True)
+                assert here is not None
+                self._enter(here.progress)
+        finally:
+            preemption.restore()
+        assert self.loop is not None
         self.status = "stopped" if preemption.requested else "finished"
         self.exit_code = preemption.exit_code
         if self.status == "finished":
-            self._compare_with_trigrams()
+            self.facts |= self.work.at_end(self.loop.figures)
+
+    def _fit(self, start: _Start | None, preemption: Preemption, deadline: Deadline) -> str | None:
+        """Train in the present stage until it ends; returns why it did."""
+        config, trainer_config = self.work.config, self.config.trainer
+        assert self.device is not None
+        self.meter = Meter(config, self.task.head_size, self.precision, self.device, self._row, self.progress)
+        saver = ckpt.Checkpoints(
+            self.folder.checkpoints,
+            trainer_config.checkpoint_every_n_steps,
+            trainer_config.keep_checkpoints,
+            self.config,
+            self.work.identity,
+        )
+        saver.progress = self.progress
+        self.task.give_up = lambda: preemption.requested
+        self.loop = Loop(
+            config, self.meter, saver, preemption, self.display, self.work.validate, self._sample,
+            start.owes_validation if start else False, deadline, self.progress,
+        )  # fmt: skip
+        self.trainer = make_trainer(config, self.device, self.precision, [preemption, self.meter, saver, self.loop])
+        with contextlib.suppress(StageOver):
+            self.trainer.fit(
+                self.task,
+                self.work.train_loader(start.step if start else 0),
+                ckpt_path=None if start is None else str(start.path),
+                weights_only=True,
+            )
+        self.meter.flush()
+        return self.loop.stop_reason
+
+    def _enter(self, progress: Progress) -> None:
+        """Go on with another stage: other data, and a model built for it that the checkpoint's weights fill."""
+        assert self.device is not None
+        self.progress = progress
+        self.work = _work_of(stage_config(self.config, progress.stage), self.config)
+        self.task = self.work.build_task()
+        self.task.model.checkpoint_blocks = checkpoint_blocks(self.work.config, self.precision, self.device)
+        logger.info("%s", describe(self.config, progress))
+        if self._compiles():
+            self.task.compile_model()
 
     def finish(self) -> None:
         """Write the summary and close the trackers, whatever happened."""
         row = self.meter.last_row if self.meter else {}
         step = self.trainer.global_step if self.trainer else 0
-        tokens_per_step = self.config.sequences_per_step * self.config.seq_len
+        config = stage_config(self.config, self.progress.stage)
         summary = {
             "run_id": self.folder.run_id,
             "status": self.status,
             "steps": step,
-            "tokens": step * tokens_per_step,
+            "tokens": self.progress.tokens_at(step, config) if step else 0,
             "train_loss": row.get("train_loss"),
-            "val_loss": self.loop.val_loss if self.loop else None,
+            "val_loss": None,
+            **(self.loop.figures if self.loop else {}),
             "tokens_per_second": self.meter.tokens_per_second if self.meter else None,
             "mfu": self.meter.mfu if self.meter else None,
             "peak_memory_gib": peak_memory_gib(self.device) if self.device else None,
@@ -173,19 +222,18 @@ class _Run:
         assert self.device is not None
         if self.config.trainer.compile != "auto":
             return self.config.trainer.compile
-        return self.device.type == "cuda" and self.task.model.num_parameters >= _COMPILE_FROM
+        return self.device.type == "cuda" and sum(p.numel() for p in self.task.model.parameters()) >= _COMPILE_FROM
 
-    def _checkpoint(self) -> tuple[Path, int, bool] | None:
-        """Path and step of the checkpoint to go on from, and whether that step still owes its validation."""
-        found = ckpt.newest(self.folder.checkpoints) if self.config.resume else None
+    def _checkpoint(self, resuming: bool = False) -> _Start | None:
+        """The checkpoint to go on from."""
+        found = ckpt.newest(self.folder.checkpoints) if resuming or self.config.resume else None
         if found is None:
             if self.config.resume:
                 logger.info("%s stopped before its first checkpoint: starting it afresh", self.folder.run_id)
             return None
-        path, checkpoint = found
-        ckpt.check_identity(path, checkpoint, self.text.identity)
-        about = checkpoint["flashtrain"]
-        return path, int(about["step"]), bool(about["owes_validation"])
+        path, content = found
+        about = content["flashtrain"]
+        return _Start(path, content, int(about["step"]), bool(about["owes_validation"]), ckpt.progress_of(content))
 
     def _facts(self) -> dict[str, Any]:
         """What the summary says beside the figures."""
@@ -196,32 +244,27 @@ class _Run:
             "attention_backend": choose_backend(self.config.attention.backend, head),
             "device": device_name(self.device),
             "precision": self.precision,
-            "parameters": self.task.model.parameter_counts(),
-            "tokenizer": self.text.tokenizer.name,
-            "corpus": self.text.corpus.description,
+            **self.work.facts(),
         }
 
     def _banner(self) -> list[str]:
-        config, counts = self.config, self.facts["parameters"]
-        parameters = f"{counts['total'] / 1e6:.1f}M parameters"
-        if counts["without_position_table"] != counts["total"]:
-            parameters += f" ({counts['without_position_table'] / 1e6:.1f}M without the position table)"
+        config = self.config
         per_step, per_micro = config.sequences_per_step, config.sequences_per_micro_batch
         blocks = "each block computed again in the backward pass" if self.task.model.checkpoint_blocks else "all kept"
         lines = [
             f"run {self.folder.run_id} in {self.folder.path}",
-            f"model {config.model.name}: {parameters}, seq_len {config.seq_len} ({format_size(config.seq_len)})",
-            f"data {self.text.corpus.description['name']}: {self.text.corpus.train.num_tokens:,} tokens to train on, "
-            f"{self.text.corpus.val.num_tokens:,} held out, tokenizer {self.text.tokenizer.name}",
+            *self.work.banner(),
             f"step: {per_step} sequences, {per_step * config.seq_len:,} tokens, in micro-batches of {per_micro}",
             f"device {self.facts['device']}, {self.precision}, attention {self.facts['attention_backend']}, "
             f"{'compiled' if self._compiles() else 'not compiled'}",
             f"memory: activations {blocks}, logits of {config.memory.loss_chunk_tokens:,} tokens at once",
         ]
         if self.resume_from is not None:
-            path, step, _ = self.resume_from
-            tokens = step * per_step * config.seq_len
-            lines.append(f"resuming after step {step} ({tokens:,} tokens) from {path}")
+            start = self.resume_from
+            tokens = self.progress.tokens_at(start.step, config)
+            lines.append(f"resuming after step {start.step} ({tokens:,} tokens) from {start.path}")
+        if config.curriculum is not None:
+            lines.append(describe(self.config, self.progress))
         return lines
 
     def _row(self, row: Row) -> None:
@@ -229,36 +272,18 @@ class _Run:
             tracker.log(row)
         self.display.row(row)
 
-    def _validate(self, last: bool) -> float | None:
-        return self.task.validate(self.text.validation(last))
-
     def _sample(self, step: int) -> None:
-        length = self.config.trainer.sample_tokens
-        if length == 0:
-            return
-        assert self.trainer is not None
-        tokenizer = self.text.tokenizer
-        generator = torch.Generator().manual_seed(fold_seed(self.config.seed, step))
-        with self.trainer.precision_plugin.val_step_context():
-            ids = generate(
-                self.task.model, [tokenizer.eod], length, generator=generator, plan_for=self.task.plan_of_length
-            )
-        text = tokenizer.decode(ids[1:])
-        logger.info("sample at step %d:\n%s", step, text)
-        for tracker in self.trackers:
-            tracker.log_text(step, "sample", text)
+        self.work.after_validation(step, self._show)
 
-    def _compare_with_trigrams(self) -> None:
-        """Say what a table of byte trigrams makes of the same held-out text: the least that a model must beat."""
-        if not self.text.has_yardstick or self.loop is None or self.loop.val_loss is None:
-            return
-        trigrams = self.text.yardstick()
-        self.facts["trigram_val_loss"] = trigrams
-        logger.info(
-            "held-out loss %.4f nats a byte; a byte trigram table of the same data has %.4f",
-            self.loop.val_loss,
-            trigrams,
-        )
+    def _show(self, step: int, name: str, text: str) -> None:
+        logger.info("%s at step %d:\n%s", name, step, text)
+        for tracker in self.trackers:
+            tracker.log_text(step, name, text)
+
+
+def _work_of(config: Config, run_config: Config) -> LanguageWork | ClassificationWork:
+    """What the run trains on, and for what; `config` is that of the present stage."""
+    return LanguageWork(config) if config.task == "language" else ClassificationWork(config, run_config)
 
 
 def make_trainer(config: Config, device: torch.device, precision: str, callbacks: list[pl.Callback]) -> pl.Trainer:

@@ -1,4 +1,4 @@
-"""One optimiser step of a language model, as a Lightning module.
+"""One optimiser step, as a Lightning module: what language models and classifiers have in common.
 
 A Lightning batch is a whole optimiser step: a list of micro-batches. So the number of targets of the step is known
 before its first forward pass, gradients are normalised by it, and no checkpoint ever falls inside an accumulation.
@@ -9,40 +9,69 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
-from flashtrain.attention import Causal, Documents, Mask, Plan, SlidingWindow, attention, lower
 from flashtrain.config import Config
-from flashtrain.data.batch import Batch
-from flashtrain.models.gpt import GPT
-from flashtrain.models.loss import cross_entropy_sum
+from flashtrain.training.averaging import AveragedWeights
 from flashtrain.training.optimizers import build_optimizer, clip_gradients, set_learning_rate, skip_if_not_finite
 from flashtrain.training.schedules import learning_rate
 
+if TYPE_CHECKING:
+    from flashtrain.models.classifier import Classifier
+    from flashtrain.models.gpt import GPT
 
-class LanguageTask(pl.LightningModule):
-    """A GPT, its loss and its optimiser step.
+
+class MicroBatch(Protocol):
+    """Tensors that go through the model at once."""
+
+    num_targets: int
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Any: ...
+
+    def pin_memory(self) -> Any: ...
+
+
+_Batch = TypeVar("_Batch", bound=MicroBatch)
+
+
+class Task(pl.LightningModule):
+    """A model, its loss and its optimiser step; subclasses say what the loss of a micro-batch is.
 
     Attributes that callbacks read after a step: `loss` (mean over the step's targets), `grad_norm`, `finite` (device
     scalars), `lr`, `visible_pairs` (of the whole step), `unfinished` (the step was given up half-way).
     """
 
-    def __init__(self, config: Config, vocab_size: int) -> None:
+    # What `measure` sums up, in order.
+    FIGURES: ClassVar[tuple[str, ...]] = ("loss",)
+    # Rows of the head that every token is multiplied with, for the count of FLOPs.
+    head_size: int
+
+    def __init__(self, config: Config, model: GPT | Classifier) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.config = config
-        attend = functools.partial(attention, backend=config.attention.backend)
-        self.model = GPT(config.model, vocab_size, config.seq_len, attend)
+        self.model: GPT | Classifier = model
         # Not registered as a submodule: the state's names stay those of the plain model.
-        self._forward: tuple[Callable[..., Tensor]] = (self.model,)
+        self._forward: tuple[Callable[..., Any]] = (model,)
         self.give_up: Callable[[], bool] = lambda: False
         self.loss = self.grad_norm = self.finite = torch.zeros(())
         self.lr, self.visible_pairs, self.unfinished = 0.0, 0.0, False
+        decay = config.optimizer.ema_decay
+        self.average = None if decay is None else AveragedWeights(model, decay)
+
+    def loss_sum(self, batch: Any) -> Tensor:
+        """The summed loss of a micro-batch's targets, in nats."""
+        raise NotImplementedError
+
+    def measure(self, batch: Any) -> Tensor:
+        """Sums over a held-out batch's targets: one for each of FIGURES."""
+        return self.loss_sum(batch)[None]
 
     def compile_model(self) -> None:
         """Compile the forward pass; attention is one node in it, and a graph break is an error."""
@@ -54,7 +83,12 @@ class LanguageTask(pl.LightningModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch  # micro-batches move one at a time
 
-    def training_step(self, micro_batches: Sequence[Batch], batch_index: int) -> None:
+    def to_device(self, batch: _Batch) -> _Batch:
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()  # or the copy would stop the host
+        return batch.to(self.device, non_blocking=True)
+
+    def training_step(self, micro_batches: Sequence[MicroBatch], batch_index: int) -> None:
         config, step = self.config, self.global_step
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
@@ -80,53 +114,37 @@ class LanguageTask(pl.LightningModule):
         set_learning_rate(optimizer.optimizer, config.optimizer, rate)
         skip_if_not_finite(optimizer.optimizer, self.finite)
         optimizer.step()
+        if self.average is not None:
+            self.average.update(step + 1)
 
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """The summed loss of a micro-batch's targets, in nats."""
-        if self.device.type == "cuda":
-            batch = batch.pin_memory()  # or the copy would stop the host
-        batch = batch.to(self.device, non_blocking=True)
-        plan = self.plan(batch)
-        self.visible_pairs += plan.visible_pairs * len(batch.tokens)
-        hidden = self._forward[0](batch.tokens, plan, batch.positions)
-        total, _ = cross_entropy_sum(
-            hidden, self.model.head_weight, batch.targets, chunk_tokens=self.config.memory.loss_chunk_tokens
-        )
-        return total
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.average is not None:
+            checkpoint["average"] = self.average.state()
 
-    def plan(self, batch: Batch) -> Plan:
-        """What each token of the batch may attend to, lowered once for all layers."""
-        rows, seq_len = batch.tokens.shape
-        mask = mask_of(self.config)
-        if batch.documents is not None:
-            mask = mask & Documents(batch.documents)
-        return lower(mask, rows, seq_len, seq_len, self.device)
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.average is not None:
+            self.average.load(checkpoint.get("average", {}))
 
-    def plan_of_length(self, seq_len: int) -> Plan:
-        """The plan of one sequence of `seq_len` tokens, for sampling."""
-        return lower(mask_of(self.config), 1, seq_len, seq_len, self.device)
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model holds its averaged weights inside, where there are such."""
+        return nullcontext() if self.average is None else self.average.in_place()
 
     @torch.no_grad()
-    def validate(self, batches: Iterable[Batch]) -> float | None:
-        """Mean loss a target over held-out batches, in nats; None if the run was asked to stop meanwhile."""
+    def validate(self, batches: Iterable[MicroBatch]) -> dict[str, float] | None:
+        """Means over the targets of held-out batches, val_<figure> each; None if the run is asked to stop meanwhile."""
         self.model.eval()
-        total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        total, targets = torch.zeros(len(self.FIGURES), dtype=torch.float64, device=self.device), 0
         try:
-            with self.trainer.precision_plugin.val_step_context():
+            with self.averaged(), self.trainer.precision_plugin.val_step_context():
                 for batch in batches:
                     if self.give_up():
                         return None
-                    total += self.loss_sum(batch).double()
+                    total += self.measure(batch).double()
                     targets += batch.num_targets
         finally:
             self.model.train()
-        return float(total) / max(1, targets)
-
-
-def mask_of(config: Config) -> Mask:
-    """The mask that the configuration asks for, without the documents of a batch."""
-    window = config.attention.window
-    return Causal() if window is None else Causal() & SlidingWindow(window - 1, 0)
+        means = (total / max(1, targets)).tolist()
+        return {f"val_{name}": mean for name, mean in zip(self.FIGURES, means, strict=True)}
 
 
 def fold_seed(*numbers: int) -> int:

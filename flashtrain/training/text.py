@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Iterator
-from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from flashtrain.config import Config
 from flashtrain.data.batch import Batch
@@ -17,6 +15,7 @@ from flashtrain.data.prepare import prepare
 from flashtrain.data.stream import StepBatches, validation_batches
 from flashtrain.data.tokenizers import load_tokenizer
 from flashtrain.training.checkpoints import Identity
+from flashtrain.training.stream import step_loader
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +49,7 @@ class TextData:
             self.config.sequences_per_micro_batch,
             seed=self.config.seed,
         )
-        return DataLoader(
-            _Steps(steps),
-            batch_size=None,
-            sampler=_From(first_step),
-            num_workers=self.config.data.num_workers,
-            collate_fn=_as_it_is,
-            worker_init_fn=_leave_signals_to_the_parent,
-        )
+        return step_loader(steps.batches, first_step, self.config.data.num_workers)
 
     def validation(self, last: bool) -> Iterator[Batch]:
         """The held-out batches, always the same ones.
@@ -75,34 +67,3 @@ class TextData:
     def yardstick(self) -> float:
         """Held-out loss of the byte trigram table, in nats a token."""
         return byte_trigram_loss(self.corpus.train, self.corpus.val)
-
-
-class _Steps(Dataset[list[Batch]]):
-    def __init__(self, steps: StepBatches) -> None:
-        self.steps = steps
-
-    def __getitem__(self, step: int) -> list[Batch]:
-        return self.steps.batches(step)
-
-
-class _From(Sampler[int]):
-    """first, first + 1, ... It has no length: `trainer.max_steps` ends the training."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-
-    def __iter__(self) -> Iterator[int]:
-        step = self.first
-        while True:
-            yield step
-            step += 1
-
-
-def _leave_signals_to_the_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; a reader that died of it would take the last steps with it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

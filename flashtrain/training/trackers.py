@@ -23,6 +23,7 @@ COLUMNS = (
     "mfu",
     "peak_memory_gib",
     "val_perplexity",
+    "val_accuracy",
 )
 
 

@@ -22,11 +22,12 @@ from flashtrain.config import Config, build
 from flashtrain.data.batch import Batch
 from flashtrain.models.flops import model_flops
 from flashtrain.training.hardware import choose_precision, peak_flops
+from flashtrain.training.language import LanguageTask
 from flashtrain.training.memory import checkpoint_blocks
 from flashtrain.training.meter import Meter
 from flashtrain.training.optimizers import build_optimizer
 from flashtrain.training.run import make_trainer
-from flashtrain.training.task import LanguageTask, fold_seed
+from flashtrain.training.task import fold_seed
 from measuring import ROOT
 from measuring.environment import StateReading
 from measuring.report import Unavailable

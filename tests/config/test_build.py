@@ -29,7 +29,12 @@ CHOICES = [
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_option_under_conf_composes_and_is_typed(choice):
-    config = build(composed(choice, "data.path=x", "data.name=org/set"))
+    group = choice.split("=")[0]
+    # Sections of classification are nothing without each other.
+    others = ["experiment=pathfinder32"] if group in ("classifier", "images", "curriculum") else []
+    if choice in ("images=release", "images=npz"):
+        others += ["images.path=x", "classifier.dense_classes=0"]
+    config = build(composed(*others, choice, "data.path=x", "data.name=org/set"))
     assert type(config.seq_len) is int
     assert build(to_dict(config)) == config  # what config.yaml stores comes back the same
 
@@ -56,6 +61,8 @@ def test_every_key_of_the_schema_is_explained_in_the_yaml():
         ("seq_len=0", "seq_len=0: must be above 0"),
         ("model.dropout=1.5", "between 0 and 1"),
         ("trainer.devices=2", "trainer.devices=2"),
+        ("task=classification", "images=null: task=classification needs it"),
+        ("images=pathfinder", "images: a section for task=classification"),
     ],
 )
 def test_a_combination_that_cannot_work_is_refused_by_name(override, told):

@@ -38,6 +38,30 @@ SMALL = [
 ]
 
 
+# Runs on images that are small enough to train in a second.
+SMALL_IMAGES = [
+    "experiment=pathfinder32",
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "classifier.proximity=[2.0]",
+    "images.contour_length=3",
+    "images.distractor_count=1",
+    "images.seeding_flaw=false",
+    "images.num_workers=0",
+    "images.val_images=24",
+    "seq_len=1k",
+    "trainer.batch_tokens=8k",
+    "trainer.micro_batch_tokens=4k",
+    "trainer.max_steps=5",
+    "trainer.val_every_n_steps=5",
+    "trainer.checkpoint_every_n_steps=2",
+    "logger=csv",
+    "schedule.warmup_steps=2",
+    "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
+]
+
+
 @pytest.fixture
 def text_folder(tmp_path: Path) -> Path:
     """A few documents of words, none like another."""
@@ -67,6 +91,19 @@ def make_config(overrides: list[str]) -> Callable[..., Config]:
     def make(*changes: str) -> Config:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             composed = compose("config", changed(overrides, *changes))
+        return build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def image_config(tmp_path: Path) -> Callable[..., Config]:
+    """The configuration of a small run on images, with changes."""
+    base = [*SMALL_IMAGES, f"runs_dir={tmp_path / 'runs'}", f"images.prepared_dir={tmp_path / 'prepared'}"]
+
+    def make(*changes: str) -> Config:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            composed = compose("config", changed(base, *changes))
         return build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
 
     return make

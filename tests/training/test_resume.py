@@ -95,7 +95,7 @@ def test_a_stop_in_the_middle_of_an_accumulation_gives_the_step_up_and_repeats_i
     make_config, tmp_path, straight, monkeypatch
 ):
     """A signal between two micro-batches: nothing of the half step may stay behind."""
-    from flashtrain.training.task import LanguageTask
+    from flashtrain.training.language import LanguageTask
 
     honest, calls = LanguageTask.loss_sum, []
 
@@ -117,7 +117,7 @@ def test_a_stop_in_the_middle_of_an_accumulation_gives_the_step_up_and_repeats_i
 
 @pytest.mark.parametrize("moment", ["in the validation", "in the step before it"])
 def test_a_validation_that_a_stop_cut_short_is_made_up_for(make_config, tmp_path, straight, monkeypatch, moment):
-    from flashtrain.training.task import LanguageTask
+    from flashtrain.training.language import LanguageTask
 
     honest, calls = LanguageTask.loss_sum, []
 

@@ -10,11 +10,11 @@ import torch
 
 from flashtrain.data.batch import IGNORE, Batch
 from flashtrain.training.hardware import peak_flops
+from flashtrain.training.language import LanguageTask
 from flashtrain.training.memory import activation_bytes, checkpoint_blocks
 from flashtrain.training.optimizers import build_optimizer, skip_if_not_finite
 from flashtrain.training.run import run
 from flashtrain.training.schedules import learning_rate
-from flashtrain.training.task import LanguageTask
 
 from .conftest import figures, metrics, summary
 

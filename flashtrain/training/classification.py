@@ -1,0 +1,250 @@
+"""Classification of images: a label for each, and, where a dense target is there, a class for each pixel as well."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from flashtrain.attention import Full, Plan, attention, lower
+from flashtrain.config import Config, format_size, to_dict
+from flashtrain.config.schema import ClassifierConfig, ImagesConfig
+from flashtrain.data.image_set import ImageSet, open_npz
+from flashtrain.data.images import FreshPathfinder, ImageBatch, ImageSource, ImageSteps, StoredImages, held_out_batches
+from flashtrain.data.pathfinder import PathfinderSpec, prepare, spec_of
+from flashtrain.data.release import open_release
+from flashtrain.models.classifier import Classifier
+from flashtrain.training.checkpoints import Identity
+from flashtrain.training.stream import step_loader
+from flashtrain.training.task import Task
+
+
+class ClassificationTask(Task):
+    """An encoder and its losses: cross entropy of the label, and of the pixels' classes times `dense_weight`."""
+
+    FIGURES: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+    model: Classifier
+
+    def __init__(self, config: Config, classifier: ClassifierConfig) -> None:
+        attend = functools.partial(attention, backend=config.attention.backend)
+        super().__init__(config, Classifier(config.model, classifier, attend, seq_len=config.seq_len))
+        self.head_size = classifier.dense_classes  # the label's head sees one vector an image
+        self.dense_weight = classifier.dense_weight
+
+    def loss_sum(self, batch: ImageBatch) -> Tensor:
+        batch = self.to_device(batch)
+        logits, dense = self._logits(batch)
+        total = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
+        if dense is not None and batch.targets is not None:
+            total = total + self.dense_weight * dense_loss_sum(dense, batch.targets)
+        return total
+
+    def measure(self, batch: ImageBatch) -> Tensor:
+        """Cross entropy of the labels, and how many are right."""
+        batch = self.to_device(batch)
+        logits, _ = self._logits(batch)
+        loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
+        return torch.stack([loss, (logits.argmax(-1) == batch.labels).sum().to(loss.dtype)])
+
+    def plan(self, images: Tensor) -> Plan:
+        """Every pixel sees every pixel."""
+        seq_len = images[0].numel()
+        return lower(Full(), len(images), seq_len, seq_len, self.device)
+
+    def _logits(self, batch: ImageBatch) -> tuple[Tensor, Tensor | None]:
+        plan = self.plan(batch.images)
+        self.visible_pairs += plan.visible_pairs * len(batch.images)
+        return self._forward[0](batch.images, plan)
+
+
+def dense_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy over the pixels that have a class: the mean over an image's, summed over images.
+
+    logits: [batch, side, side, classes]; targets: uint8 [batch, side, side], 0 for no class, else 1 + the class.
+    """
+    has_class = targets > 0
+    classes = targets.long() - 1
+    losses = F.cross_entropy(logits.float().flatten(0, 2), classes.flatten(), ignore_index=-1, reduction="none")
+    losses = losses.view(targets.shape).sum((1, 2))
+    return (losses / has_class.sum((1, 2)).clamp(min=1)).sum()
+
+
+class ClassificationWork:
+    """What a run on images has of its own: the images and the classifier.
+
+    Raises:
+        ValueError: settings of the images that cannot be, or a seq_len that is not the number of their pixels.
+    """
+
+    def __init__(self, config: Config, run_config: Config | None = None) -> None:
+        assert config.classifier is not None and config.images is not None
+        self.config, self.classifier, self.images = config, config.classifier, config.images
+        self.train: ImageSource
+        self.val: StoredImages
+        self.corpus: dict[str, Any]
+        if config.images.source == "pathfinder":
+            self._generate(pathfinder_spec(config.images))
+        else:
+            self._open()
+        self.identity = Identity(
+            vocab_size=self.classifier.num_classes,
+            tokenizer="pixels",
+            tokenizer_fingerprint="",
+            corpus_fingerprint=corpus_fingerprint(_whole_corpus(self.corpus, run_config or config)),
+        )
+        self.task: ClassificationTask
+
+    def build_task(self) -> ClassificationTask:
+        self.task = ClassificationTask(self.config, self.classifier)
+        return self.task
+
+    def train_loader(self, first_step: int) -> DataLoader[list[ImageBatch]]:
+        """Yields the micro-batches of step `first_step`, then of the next, without end."""
+        steps = ImageSteps(
+            self.train, self.config.sequences_per_step, self.config.sequences_per_micro_batch, self.config.seed,
+            self.images.flips, self.images.brightness,
+        )  # fmt: skip
+        return step_loader(steps.batches, first_step, self.images.num_workers)
+
+    def validate(self, last: bool) -> dict[str, float] | None:
+        return self.task.validate(held_out_batches(self.val, self.config.sequences_per_micro_batch))
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "parameters": {"total": self._num_parameters},
+            "protocol": "generator" if self.train.length is None else "fixed set",
+            "dense_target": self.classifier.dense_classes > 0,
+            "corpus": self.corpus,
+        }
+
+    def banner(self) -> list[str]:
+        config, side = self.config, math.isqrt(self.config.seq_len)
+        amount = "fresh images without end" if self.train.length is None else f"{self.train.length:,} images"
+        target = f", dense target weighted {self.classifier.dense_weight:g}" if self.classifier.dense_classes else ""
+        return [
+            f"model {config.model.name}: {self._num_parameters / 1e6:.1f}M parameters, {side} x {side} pixels, "
+            f"{format_size(config.seq_len)} tokens",
+            f"data {self.corpus['name']}: {amount} to train on{target}, {self.val.length:,} held out",
+        ]
+
+    def after_validation(self, step: int, show: Callable[[int, str, str], None]) -> None:
+        pass
+
+    def at_end(self, figures: dict[str, float]) -> dict[str, Any]:
+        """The standard error of the accuracy."""
+        accuracy = figures.get("val_accuracy")
+        if accuracy is None:
+            return {}
+        return {"val_accuracy_error": math.sqrt(accuracy * (1 - accuracy) / self.val.length)}
+
+    @property
+    def _num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.task.model.parameters())
+
+    def _generate(self, spec: PathfinderSpec) -> None:
+        """Take generated images, fresh ones or a packed set."""
+        images, targets = self.images, self.classifier.dense_classes > 0
+        self._check_side(spec.side)
+        self.corpus = {
+            "source": "pathfinder",
+            "name": images.preset,
+            "spec": spec.as_dict(),
+            "seed": images.seed,
+            "train_images": images.train_images,
+        }
+        if images.train_images is None:
+            self.train = FreshPathfinder(spec, images.seed, "train", targets)
+        else:
+            self.train = self._packed(spec, "train", images.train_images, targets)
+        self.val = self._packed(spec, "val", images.val_images, targets=False)
+
+    def _open(self) -> None:
+        """Take the training and the validation part of images from disk."""
+        images = self.images
+        found = images_from_disk(images, math.isqrt(self.config.seq_len), self.classifier.num_classes)
+        self._check_side(found.side)
+        if images.train_images is not None and images.train_images > found.train.length:
+            raise ValueError(
+                f"images.train_images={images.train_images}: the training part of {found.name} has "
+                f"{found.train.length:,}; write that or fewer, or null for all"
+            )
+        self.train, self.val = _first(found.train, images.train_images), _first(found.val, images.val_images)
+        self.corpus = disk_corpus(images, found.name, found.fingerprint, found.train.length)
+
+    def _check_side(self, side: int) -> None:
+        if self.config.seq_len != side**2:
+            raise ValueError(
+                f"seq_len={self.config.seq_len}: images of {side} x {side} have {side**2} pixels, one token each; "
+                f"write seq_len={format_size(side**2)}"
+            )
+
+    def _packed(self, spec: PathfinderSpec, split: str, count: int, targets: bool) -> StoredImages:
+        about = json.dumps([spec.as_dict(), self.images.seed, count, targets], sort_keys=True)
+        name = f"pathfinder-{self.images.preset}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
+        packed = prepare(
+            Path(self.images.prepared_dir) / name, spec, seed=self.images.seed, split=split, count=count,
+            targets=targets, workers=max(1, self.images.num_workers),
+        )  # fmt: skip
+        return StoredImages(packed.images, packed.labels, packed.targets)
+
+
+def images_from_disk(images: ImagesConfig, side: int, num_classes: int) -> ImageSet:
+    """The set that `images` names: of the release the one of `side` pixels, unless `images.side` says otherwise.
+
+    Raises:
+        ValueError: it is not there, or not what it should be.
+    """
+    assert images.path is not None
+    if images.source == "npz":
+        return open_npz(images.path, num_classes)
+    return open_release(images.path, images.side or side, images.difficulty, images.prepared_dir)
+
+
+def disk_corpus(images: ImagesConfig, name: str, fingerprint: str, train_length: int) -> dict[str, Any]:
+    """What a run on images from disk says of them, nothing of where they lie. `train_length`: of the training part."""
+    count = train_length if images.train_images is None else images.train_images
+    return {"source": images.source, "name": name, "fingerprint": fingerprint, "train_images": count}
+
+
+def corpus_fingerprint(corpus: dict[str, Any]) -> str:
+    """SHA-256 of a corpus' description."""
+    return hashlib.sha256(json.dumps(corpus, sort_keys=True).encode()).hexdigest()
+
+
+def _first(part: StoredImages, count: int | None) -> StoredImages:
+    return StoredImages(part.images[:count], part.labels[:count])
+
+
+def _whole_corpus(corpus: dict[str, Any], run_config: Config) -> dict[str, Any]:
+    """What a run trains on in all its stages."""
+    if run_config.curriculum is None:
+        return corpus
+    whole = to_dict(run_config)
+    images = {key: value for key, value in whole["images"].items() if key not in ("prepared_dir", "num_workers")}
+    return {"images": images, "curriculum": whole["curriculum"]}
+
+
+def pathfinder_spec(images: ImagesConfig) -> PathfinderSpec:
+    """The preset with the configured changes.
+
+    Raises:
+        ValueError: an unknown preset, or a value that cannot be.
+    """
+    changes = {
+        "side": images.side,
+        "contour_length": images.contour_length,
+        "distractor_count": images.distractor_count,
+        "distractor_length": images.distractor_length,
+        "start_border": images.start_border,
+        "seeding_flaw": images.seeding_flaw,
+    }
+    return spec_of(images.preset, **{key: value for key, value in changes.items() if value is not None})

@@ -1,0 +1,134 @@
+"""Language modelling: next-token prediction on text, with a sample and a yardstick."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from flashtrain.attention import Causal, Documents, Mask, Plan, SlidingWindow, attention, lower
+from flashtrain.config import Config, format_size
+from flashtrain.data.batch import Batch
+from flashtrain.models.generate import generate
+from flashtrain.models.gpt import GPT
+from flashtrain.models.loss import cross_entropy_sum
+from flashtrain.training.task import Task, fold_seed
+from flashtrain.training.text import TextData
+
+logger = logging.getLogger("flashtrain")
+
+
+class LanguageTask(Task):
+    """A GPT and its loss over the vocabulary."""
+
+    model: GPT
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        attend = functools.partial(attention, backend=config.attention.backend)
+        super().__init__(config, GPT(config.model, vocab_size, config.seq_len, attend))
+        self.head_size = vocab_size
+
+    def loss_sum(self, batch: Batch) -> Tensor:
+        batch = self.to_device(batch)
+        plan = self.plan(batch)
+        self.visible_pairs += plan.visible_pairs * len(batch.tokens)
+        hidden = self._forward[0](batch.tokens, plan, batch.positions)
+        total, _ = cross_entropy_sum(
+            hidden, self.model.head_weight, batch.targets, chunk_tokens=self.config.memory.loss_chunk_tokens
+        )
+        return total
+
+    def plan(self, batch: Batch) -> Plan:
+        """What each token of the batch may attend to, lowered once for all layers."""
+        rows, seq_len = batch.tokens.shape
+        mask = mask_of(self.config)
+        if batch.documents is not None:
+            mask = mask & Documents(batch.documents)
+        return lower(mask, rows, seq_len, seq_len, self.device)
+
+    def plan_of_length(self, seq_len: int) -> Plan:
+        """The plan of one sequence of `seq_len` tokens, for sampling."""
+        return lower(mask_of(self.config), 1, seq_len, seq_len, self.device)
+
+
+class LanguageWork:
+    """What a language-model run has of its own: text, model, samples, and the trigram table at its end."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.text = TextData(config)
+        self.identity = self.text.identity
+        self.task: LanguageTask
+
+    def build_task(self) -> LanguageTask:
+        self.task = LanguageTask(self.config, self.text.tokenizer.vocab_size)
+        return self.task
+
+    def train_loader(self, first_step: int) -> DataLoader[list[Batch]]:
+        return self.text.train_loader(first_step)
+
+    def validate(self, last: bool) -> dict[str, float] | None:
+        figures = self.task.validate(self.text.validation(last))
+        if figures is not None:
+            figures["val_perplexity"] = perplexity(figures["val_loss"])
+        return figures
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "parameters": self.task.model.parameter_counts(),
+            "tokenizer": self.text.tokenizer.name,
+            "corpus": self.text.corpus.description,
+        }
+
+    def banner(self) -> list[str]:
+        config, counts, corpus = self.config, self.task.model.parameter_counts(), self.text.corpus
+        parameters = f"{counts['total'] / 1e6:.1f}M parameters"
+        if counts["without_position_table"] != counts["total"]:
+            parameters += f" ({counts['without_position_table'] / 1e6:.1f}M without the position table)"
+        return [
+            f"model {config.model.name}: {parameters}, seq_len {config.seq_len} ({format_size(config.seq_len)})",
+            f"data {corpus.description['name']}: {corpus.train.num_tokens:,} tokens to train on, "
+            f"{corpus.val.num_tokens:,} held out, tokenizer {self.text.tokenizer.name}",
+        ]
+
+    def after_validation(self, step: int, show: Callable[[int, str, str], None]) -> None:
+        """A sample of the model's text."""
+        length = self.config.trainer.sample_tokens
+        if length == 0:
+            return
+        tokenizer = self.text.tokenizer
+        generator = torch.Generator().manual_seed(fold_seed(self.config.seed, step))
+        with self.task.averaged(), self.task.trainer.precision_plugin.val_step_context():
+            ids = generate(
+                self.task.model, [tokenizer.eod], length, generator=generator, plan_for=self.task.plan_of_length
+            )
+        show(step, "sample", tokenizer.decode(ids[1:]))
+
+    def at_end(self, figures: dict[str, float]) -> dict[str, Any]:
+        """Say what a table of byte trigrams makes of the same held-out text: the least that a model must beat."""
+        if not self.text.has_yardstick or "val_loss" not in figures:
+            return {}
+        trigrams = self.text.yardstick()
+        logger.info(
+            "held-out loss %.4f nats a byte; a byte trigram table of the same data has %.4f",
+            figures["val_loss"],
+            trigrams,
+        )
+        return {"trigram_val_loss": trigrams}
+
+
+def mask_of(config: Config) -> Mask:
+    """The mask that the configuration asks for, without the documents of a batch."""
+    window = config.attention.window
+    return Causal() if window is None else Causal() & SlidingWindow(window - 1, 0)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), capped where a float would overflow."""
+    return math.exp(min(loss, 700.0))

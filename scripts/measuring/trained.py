@@ -1,0 +1,53 @@
+"""A trained run as it lies on disk, without its optimiser and without the data it was trained on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from flashtrain.config import Config, build
+from flashtrain.training.checkpoints import newest
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it lies on disk. weights: of its model, by name. corpus: fingerprint of what it was trained on."""
+
+    id: str
+    config: Config
+    step: int
+    weights: dict[str, Tensor]
+    averaged: bool
+    corpus: str
+    summary: dict[str, Any]
+
+
+def load_run(folder: Path) -> Run:
+    """Configuration and newest checkpoint of a run's folder.
+
+    Raises:
+        ValueError: it is no run's folder, or has no checkpoint that can be read.
+    """
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise ValueError(f"{folder}: not the folder of a run, config.yaml is not in it; give runs/<run_id>")
+    found = newest(folder / "checkpoints")
+    if found is None:
+        raise ValueError(f"{folder}: stopped before its first checkpoint; train it on with resume={folder.name}")
+    checkpoint, summary = found[1], folder / "summary.json"
+    weights = {name.removeprefix("model."): tensor for name, tensor in checkpoint["state_dict"].items()}
+    average: dict[str, Tensor] = checkpoint.get("average") or {}
+    return Run(
+        id=folder.resolve().name,
+        config=build(yaml.safe_load(file.read_text())),
+        step=int(checkpoint["flashtrain"]["step"]),
+        weights=weights | average,
+        averaged=bool(average),
+        corpus=checkpoint["flashtrain"]["identity"]["corpus_fingerprint"],
+        summary=json.loads(summary.read_text()) if summary.is_file() else {},
+    )

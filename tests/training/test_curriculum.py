@@ -1,0 +1,116 @@
+"""Stages from easy to hard in one run."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from flashtrain.config.build import ConfigError
+from flashtrain.data import images as images_module
+from flashtrain.training.classification import ClassificationTask
+from flashtrain.training.curriculum import Progress, is_over, stage_config
+from flashtrain.training.run import run
+
+from .conftest import figures, go_on, metrics, summary
+
+STAGES = "curriculum.stages=[{contour_length:2,max_steps:2},{gate:0.01,max_steps:9},{side:48,max_steps:9}]"
+CHANGES = (
+    "curriculum=path_x",
+    STAGES,
+    "images.start_border=null",
+    "trainer.max_steps=7",
+    "trainer.val_every_n_steps=2",
+    "model.dropout=0.1",
+    "seq_len=1k",
+    "images.val_images=8",
+)
+
+
+@pytest.fixture
+def staged(image_config):
+    return lambda *changes: image_config(*CHANGES, *changes)
+
+
+def test_a_stage_has_its_own_images_and_as_many_tokens_as_pixels(staged):
+    config = staged()
+    first, second, third = (stage_config(config, stage) for stage in range(3))
+    assert (first.images.contour_length, first.seq_len) == (2, 1024)
+    assert second == config
+    assert (third.images.side, third.images.contour_length, third.seq_len) == (48, 3, 48 * 48)
+    assert first.sequences_per_step == 8 and third.sequences_per_step == 3
+
+
+def test_a_preset_of_a_stage_brings_its_own_side(image_config):
+    config = image_config("curriculum=path_x", "images.side=48", "seq_len=2304")
+    assert stage_config(config, 0).seq_len == 1024
+    assert stage_config(config, 2).images.side == 64
+
+
+def test_a_stage_ends_at_its_gate_or_its_steps_and_the_last_does_not(staged):
+    config = staged()
+    assert not is_over(config, Progress(0), 1, None) and is_over(config, Progress(0), 2, None)
+    second = Progress(1, first_step=2)
+    assert is_over(config, second, 4, {"val_accuracy": 0.01})
+    assert not is_over(config, second, 4, {"val_accuracy": 0.0}) and not is_over(config, second, 4, None)
+    assert is_over(config, second, 11, None)
+    assert not is_over(config, Progress(2, first_step=4), 1000, {"val_accuracy": 1.0})
+
+
+def test_a_run_goes_through_its_stages_and_counts_all_tokens(staged, tmp_path, monkeypatch):
+    sides = []
+    read = images_module.FreshPathfinder.read
+
+    def watched(self, indices):
+        sides.append((self.spec.side, self.spec.contour_length))
+        return read(self, indices)
+
+    monkeypatch.setattr(images_module.FreshPathfinder, "read", watched)
+    assert run(staged("run_id=a"), []) == 0
+    rows = metrics(tmp_path / "runs" / "a")
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 8)]
+    tokens = [8 * 1024 * step for step in range(1, 5)] + [8 * 1024 * 4 + 3 * 48 * 48 * n for n in range(1, 4)]
+    assert [int(row["tokens"]) for row in rows] == tokens
+    assert summary(tmp_path / "runs" / "a")["tokens"] == tokens[-1]
+    assert [s for i, s in enumerate(sides) if i == 0 or s != sides[i - 1]] == [(32, 2), (32, 3), (48, 3)]
+    log = (tmp_path / "runs" / "a" / "train.log").read_text()
+    assert "stage 2 of 3 from step 2" in log and "stage 3 of 3 from step 4: side 48" in log
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_stopped_anywhere_and_resumed_it_is_equal_bit_for_bit(staged, tmp_path, monkeypatch, stop):
+    assert run(staged("run_id=straight"), []) == 0
+    step = ClassificationTask.training_step
+
+    def stopping(self, batches, index):
+        step(self, batches, index)
+        if self.global_step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ClassificationTask, "training_step", stopping)
+    assert run(staged("run_id=cut"), []) == 143
+    monkeypatch.setattr(ClassificationTask, "training_step", step)
+    assert summary(tmp_path / "runs" / "cut")["steps"] == stop
+    assert go_on(tmp_path, "cut") == 0
+    straight, cut = (figures(tmp_path / "runs" / name) for name in ("straight", "cut"))
+    assert cut == straight
+    assert [r["tokens"] for r in metrics(tmp_path / "runs" / "cut")] == [
+        r["tokens"] for r in metrics(tmp_path / "runs" / "straight")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("curriculum.stages=[]", "curriculum.stages=[]"),
+        ("curriculum.stages=[{max_steps:0}]", r"stages[0].max_steps=0"),
+        ("curriculum.stages=[{max_steps:5,gate:1.5}]", r"stages[0].gate=1.5"),
+        ("curriculum.stages=[{max_steps:5,sidee:3}]", "unknown key"),
+        ("classifier.positions=learned", "stages one by one with model.init_from"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(image_config, change, told):
+    with pytest.raises(ConfigError) as error:
+        image_config("curriculum=path_x", change)
+    assert told in str(error.value)
