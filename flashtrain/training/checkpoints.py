@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from flashtrain.config import Config, to_dict
 from flashtrain.training.curriculum import Progress
@@ -87,9 +88,32 @@ def existing(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.ckpt"))
 
 
-def progress_of(checkpoint: dict[str, Any]) -> Progress:
-    """The stage that a run goes on with."""
-    return Progress(**checkpoint["flashtrain"].get("progress", {}))
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint to go on from: file and content, the steps done, whether the last of them owes its validation."""
+
+    path: Path
+    content: dict[str, Any]
+    step: int
+    owes_validation: bool
+    progress: Progress
+
+    @classmethod
+    def at_newest(cls, folder: Path) -> Start | None:
+        """The newest checkpoint that can be read, see `newest`."""
+        found = newest(folder)
+        if found is None:
+            return None
+        path, content = found
+        about = content["flashtrain"]
+        return cls(path, content, int(about["step"]), bool(about["owes_validation"]), Progress(**about["progress"]))
+
+
+def weights_of(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], bool]:
+    """The model's weights by name: the averaged ones where the run kept such, and whether it did."""
+    weights = {name.removeprefix("model."): tensor for name, tensor in checkpoint["state_dict"].items()}
+    average: dict[str, Tensor] = checkpoint.get("average") or {}
+    return weights | average, bool(average)
 
 
 def load(path: Path) -> dict[str, Any]:

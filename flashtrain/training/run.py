@@ -7,8 +7,6 @@ import logging
 import os
 import traceback
 import warnings
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -78,17 +76,6 @@ def run(config: Config, changes: list[str]) -> int:
     return this.exit_code
 
 
-@dataclass(frozen=True)
-class _Start:
-    """A checkpoint to go on from: file and content, the steps done, whether the last of them owes its validation."""
-
-    path: Path
-    content: dict[str, Any]
-    step: int
-    owes_validation: bool
-    progress: Progress
-
-
 class _Run:
     """The parts of one run, put together."""
 
@@ -149,7 +136,7 @@ class _Run:
         if self.status == "finished":
             self.facts |= self.work.at_end(self.loop.figures)
 
-    def _fit(self, start: _Start | None, preemption: Preemption, deadline: Deadline) -> str | None:
+    def _fit(self, start: ckpt.Start | None, preemption: Preemption, deadline: Deadline) -> str | None:
         """Train in the present stage until it ends; returns why it did."""
         config, trainer_config = self.work.config, self.config.trainer
         assert self.device is not None
@@ -224,16 +211,14 @@ class _Run:
             return self.config.trainer.compile
         return self.device.type == "cuda" and sum(p.numel() for p in self.task.model.parameters()) >= _COMPILE_FROM
 
-    def _checkpoint(self, resuming: bool = False) -> _Start | None:
+    def _checkpoint(self, resuming: bool = False) -> ckpt.Start | None:
         """The checkpoint to go on from."""
-        found = ckpt.newest(self.folder.checkpoints) if resuming or self.config.resume else None
-        if found is None:
-            if self.config.resume:
-                logger.info("%s stopped before its first checkpoint: starting it afresh", self.folder.run_id)
+        if not (resuming or self.config.resume):
             return None
-        path, content = found
-        about = content["flashtrain"]
-        return _Start(path, content, int(about["step"]), bool(about["owes_validation"]), ckpt.progress_of(content))
+        start = ckpt.Start.at_newest(self.folder.checkpoints)
+        if start is None:
+            logger.info("%s stopped before its first checkpoint: starting it afresh", self.folder.run_id)
+        return start
 
     def _facts(self) -> dict[str, Any]:
         """What the summary says beside the figures."""

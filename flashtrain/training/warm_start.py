@@ -65,9 +65,7 @@ def _weights(init_from: str, runs_dir: str) -> tuple[Path, dict[str, Tensor]]:
         raise ValueError(
             f"model.init_from={init_from}: no such checkpoint, folder, or run in {runs_dir}; give a run's id"
         )
-    weights = {name.removeprefix("model."): tensor for name, tensor in checkpoint["state_dict"].items()}
-    average: dict[str, Tensor] = checkpoint.get("average") or {}
-    return path, {**weights, **average}
+    return path, ckpt.weights_of(checkpoint)[0]
 
 
 def _fit_table(table: Tensor, positions: int) -> Tensor:

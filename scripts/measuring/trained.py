@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor
 
 from flashtrain.config import Config, build
-from flashtrain.training.checkpoints import newest
+from flashtrain.training.checkpoints import newest, weights_of
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,13 @@ def load_run(folder: Path) -> Run:
     if found is None:
         raise ValueError(f"{folder}: stopped before its first checkpoint; train it on with resume={folder.name}")
     checkpoint, summary = found[1], folder / "summary.json"
-    weights = {name.removeprefix("model."): tensor for name, tensor in checkpoint["state_dict"].items()}
-    average: dict[str, Tensor] = checkpoint.get("average") or {}
+    weights, averaged = weights_of(checkpoint)
     return Run(
         id=folder.resolve().name,
         config=build(yaml.safe_load(file.read_text())),
         step=int(checkpoint["flashtrain"]["step"]),
-        weights=weights | average,
-        averaged=bool(average),
+        weights=weights,
+        averaged=averaged,
         corpus=checkpoint["flashtrain"]["identity"]["corpus_fingerprint"],
         summary=json.loads(summary.read_text()) if summary.is_file() else {},
     )

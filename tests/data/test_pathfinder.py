@@ -116,6 +116,30 @@ def test_both_discs_have_a_white_pixel(preset: str) -> None:
             assert image[y : y + 7, x : x + 7].max() == 255
 
 
+def widened(mask: np.ndarray) -> np.ndarray:
+    """Each pixel set where one of its nine neighbours is."""
+    height, width = mask.shape
+    padded = np.pad(mask, 1)
+    return np.logical_or.reduce([padded[y : y + height, x : x + width] for y in range(3) for x in range(3)])
+
+
+def test_the_label_is_whether_a_line_leads_from_disc_to_disc() -> None:
+    spec = spec_of("lra256", contour_length=6, distractor_count=0)
+    made = generate(spec, 0, "test", 0, 60)
+    joined = []
+    for image, (start, end) in zip(made.images, made.markers, strict=True):
+        line = image > 64
+        for _ in range(3):  # gaps are of 6 px
+            line = widened(line)
+        reached = np.zeros_like(line)
+        reached[tuple(start)] = True
+        while (further := widened(reached) & line).sum() > reached.sum():
+            reached = further
+        joined.append(reached[tuple(end)])
+    assert np.array(joined)[made.labels == 1].all()
+    assert np.array(joined)[made.labels == 0].mean() < 0.7  # the others often touch
+
+
 def test_a_disc_has_the_measured_grey_levels() -> None:
     spec = spec_of("lra64", distractor_count=0)
     made = generate(spec, 0, "test", 0, 100)

@@ -108,7 +108,7 @@ def _grey_levels(light: np.ndarray, rendering: str) -> np.ndarray:
 @lru_cache(maxsize=64)
 def stream_key(spec: PathfinderSpec, seed: int, split: str) -> bytes:
     """What all images of a split share: SHA-256 of spec, seed and split."""
-    named = {"generator": GENERATOR, "spec": spec.as_dict(), "seed": seed, "split": split}
+    named = {"generator": GENERATOR, "spec": spec.as_dict(), "seed": int(seed), "split": split}
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).digest()
 
 
