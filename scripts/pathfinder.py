@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from measuring.drawing import COLOURS, figure, save
 from flashtrain.data.pathfinder import PRESETS, PathfinderSpec, generate, prepare, spec_of
 from flashtrain.data.pathfinder.images import geometry, stream_key
 from flashtrain.data.pathfinder.statistics import image_statistics, marker_distances, shortcut_accuracy
+from flashtrain.training.run_folder import git_commit
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,6 +61,7 @@ def parse() -> argparse.ArgumentParser:
             command.add_argument("--out", type=Path, required=True, help="folder of the file")
         else:
             command.add_argument("--count", type=int, default=500, help="(500)")
+            command.add_argument("--out", type=Path, help="also write the figures into this JSON")
     return parser
 
 
@@ -130,6 +133,17 @@ def statistics(spec: PathfinderSpec, arguments: argparse.Namespace) -> None:
     accuracy = shortcut_accuracy(marker_distances(made.markers), made.labels)
     print(f"label guessed from the discs' distance alone: {accuracy:.3f} +- {0.5 / math.sqrt(arguments.count):.3f}")
     print(f"one core makes {rate:.0f} images a second")
+    if arguments.out is not None:
+        content = {
+            "benchmark": "pathfinder", "commit": git_commit(), "command": shlex.join(["python", *sys.argv]),
+            "spec": spec.as_dict(), "count": arguments.count, "seed": arguments.seed, "split": arguments.split,
+            "mean": {name: float(values.mean()) for name, values in figures.items()},
+            "standard_deviation": {name: float(values.std()) for name, values in figures.items()},
+            "most_components": float(figures["components"].max()), "label_1": float(made.labels.mean()),
+            "distractors_drawn": float(np.mean(drawn)), "shortcut_accuracy": float(accuracy),
+            "images_per_second_per_core": rate,
+        }  # fmt: skip
+        arguments.out.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def cell(values: np.ndarray) -> str:

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extras="hf,plot"
+extras="hf,plot,pathfinder"
 [ "${1:-}" = dev ] && extras="dev"
 
 [ -d .venv ] || "${PYTHON:-python3}" -m venv .venv

@@ -54,27 +54,33 @@ def check_overrides(arguments: Sequence[str], conf: Path) -> None:
         problems.extend(own)
         if not own and not override.is_sweep_override():
             right.append(text)
-    problems.extend(_keys_of_absent_sections(right, conf))
+    absent = _keys_of_absent_sections(right, conf)
+    problems.extend(absent.values())
+    right = [text for text in right if text not in absent]
     if problems:
         raise ConfigError([*problems, *_problems_of_the_rest(right, conf)])
 
 
-def _keys_of_absent_sections(overrides: list[str], conf: Path) -> Iterator[str]:
-    """Keys of sections that are null in this run."""
+def _keys_of_absent_sections(overrides: list[str], conf: Path) -> dict[str, str]:
+    """Overrides of keys in sections that are null in this run, each with the complaint about it."""
     inside = [text for text in overrides if text.lstrip("+").split(".")[0] in optional_sections() and "." in text]
     if not inside:
-        return
+        return {}
     groups = [text for text in overrides if (conf / text.split("=")[0]).is_dir()]
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
             composed = compose("config", groups)
     except (HydraException, OmegaConfBaseException):
-        return  # a follow-up of what is told already
+        return {}  # Hydra tells it when it composes the run
+    complaints = {}
     for text in inside:
         section = text.lstrip("+").split(".")[0]
         if composed[section] is None:
             choices = ", ".join(f"{section}={path.stem}" for path in sorted((conf / section).glob("*.yaml")))
-            yield f"{text}: this run has no section {section}; choose one ({choices}) or an experiment with one"
+            complaints[text] = (
+                f"{text}: this run has no section {section}; choose one ({choices}) or an experiment with one"
+            )
+    return complaints
 
 
 def _problems_of_the_rest(overrides: list[str], conf: Path) -> Sequence[str]:
@@ -84,8 +90,9 @@ def _problems_of_the_rest(overrides: list[str], conf: Path) -> Sequence[str]:
             build(OmegaConf.to_container(compose("config", overrides), resolve=True))  # type: ignore[arg-type]
     except ConfigError as error:
         return error.problems
-    except (HydraException, OmegaConfBaseException):
-        pass  # a follow-up of what is told already
+    except (HydraException, OmegaConfBaseException) as error:
+        # It may be a follow-up of what is told already; it is told all the same, as nobody can know that here.
+        return [f"the rest does not compose: {str(error).splitlines()[0]}"]
     return []
 
 

@@ -32,11 +32,11 @@ def _answers(address: str, seconds: float) -> bool:
     def ask() -> None:
         try:
             urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=seconds).close()
+            answered.set()
         except urllib.error.HTTPError:
-            pass  # an answer, though not a friendly one
+            answered.set()  # a refusal is an answer: the hub can be reached
         except (OSError, ValueError):
             return
-        answered.set()
 
     # In a thread, since looking up the host's name obeys no time limit.
     asking = threading.Thread(target=ask, daemon=True)

@@ -9,21 +9,19 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn
 
 from flashtrain.config.schema import DataConfig
 from flashtrain.data.corpora import describe, documents
 from flashtrain.data.document import CorpusHash, Document
+from flashtrain.data.preparing import locked, progress_bar
 from flashtrain.data.token_file import TokenFile, TokenFileWriter
 from flashtrain.data.tokenizers import Tokenizer
 
@@ -58,7 +56,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) 
     folder = Path(config.prepared_dir) / _folder_name(config, tokenizer, corpus)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder):
             if not folder.exists():  # else another process has just made it
                 _build(folder, config, tokenizer, corpus, progress)
     train, val = TokenFile.open(folder / "train.tokens"), TokenFile.open(folder / "val.tokens")
@@ -73,21 +71,6 @@ def _folder_name(config: DataConfig, tokenizer: Tokenizer, corpus: dict[str, Any
     readable = config.source if config.source == "python" else Path(corpus["name"]).name
     readable = re.sub(r"[^A-Za-z0-9]+", "-", f"{readable} {Path(tokenizer.name).name}").strip("-")[:60]
     return f"{readable}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}"
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Only one process at a time prepares ``folder``; the operating system frees the lock of a killed one."""
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        _log.info("waiting for another process that prepares %s", folder)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _build(folder: Path, config: DataConfig, tokenizer: Tokenizer, corpus: dict[str, Any], progress: bool) -> None:
@@ -109,7 +92,9 @@ def _write_splits(
     description = corpus | {"documents": 0, "empty_documents": 0, "short_documents": 0}
     content = CorpusHash()
     with _writer(folder / "train.tokens", tokenizer) as train, _writer(folder / "val.tokens", tokenizer) as val:
-        with _progress(corpus, progress) as advance:
+        # The size of the text, where it is known.
+        total = corpus["bytes"] if corpus["source"] in ("python", "text") else None
+        with progress_bar(f"preparing {corpus['source']} data", total, progress, DownloadColumn()) as advance:
             for document, ids in _tokenised(documents(config), tokenizer):
                 advance(len(document.text))
                 if not ids.size:
@@ -219,14 +204,3 @@ def _check_not_empty(config: DataConfig, description: dict[str, Any]) -> None:
             f"{description['empty_documents']} are empty, {description['short_documents']} have fewer tokens than "
             f"data.min_document_tokens={config.min_document_tokens}"
         )
-
-
-@contextmanager
-def _progress(corpus: dict[str, Any], shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over the text read so far, on a terminal's standard error; yields what moves it on."""
-    console = Console(stderr=True)
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    total = corpus["bytes"] if corpus["source"] in ("python", "text") else None  # the size of the text, where known
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(f"preparing {corpus['source']} data", total=total)
-        yield lambda size: bar.advance(task, size)

@@ -8,7 +8,6 @@ The release is Tay et al.'s ("Long Range Arena", 2020), see data/lra_release.md;
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
@@ -16,20 +15,18 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from filelock import FileLock
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from flashtrain.data.image_set import PARTS, SPLIT_SEED, ImageSet, fingerprint_of, split_places
 from flashtrain.data.images import StoredImages
+from flashtrain.data.preparing import locked, progress_bar, require_room
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +74,7 @@ def open_release(
     packed = Path(prepared_dir) / f"release-{folder.name}-{difficulty}-{digest[:12]}"
     if not packed.exists():
         packed.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(packed.with_name(f".{packed.name}.lock")):
+        with locked(packed):
             if not packed.exists():  # else another process has just made it
                 _pack(packed, folder, difficulty, side, progress)
     return _open_packed(packed)
@@ -186,12 +183,12 @@ def _pack(packed: Path, folder: Path, difficulty: str, side: int, progress: bool
             "%s/%s has %s images, and the release 200,000: its parts are others than those of the literature",
             folder.name, difficulty, f"{len(images):,}",
         )  # fmt: skip
-    _check_disk(packed, len(images) * side**2)
+    require_room(packed, len(images) * side**2)
     unfinished = packed.with_name(f".{packed.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     try:
-        with _bar(f"reading {folder.name}/{difficulty}", len(images), progress) as advance:
+        with progress_bar(f"reading {folder.name}/{difficulty}", len(images), progress) as advance:
             fingerprint = _write_parts(unfinished, folder / difficulty, images, side, advance)
         header = {"format": _FORMAT, "name": f"{folder.name}/{difficulty}", "side": side, "count": len(images)}
         header |= {"split_seed": SPLIT_SEED, "fingerprint": fingerprint}
@@ -271,20 +268,3 @@ def _open_packed(packed: Path) -> ImageSet:
         return ImageSet(header["name"], header["side"], header["fingerprint"], **parts)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{packed}: damaged ({error}); delete this folder, and it is made again") from error
-
-
-def _check_disk(packed: Path, size: int) -> None:
-    free = shutil.disk_usage(packed.parent).free
-    if free < size:
-        message = f"{packed} needs {size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free there"
-        raise OSError(errno.ENOSPC, message)
-
-
-@contextmanager
-def _bar(about: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over the images read so far, on a terminal's standard error; yields what moves it on."""
-    console = Console(stderr=True)
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(about, total=total)
-        yield lambda number: bar.advance(task, number)

@@ -12,7 +12,6 @@ Layout, little-endian:
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -24,6 +23,8 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+
+from flashtrain.data.preparing import NO_SPACE
 
 MAGIC = b"FLTOKENS"
 VERSION = 1
@@ -221,7 +222,7 @@ class TokenFileWriter:
         try:
             self._file.close()
         except OSError as error:  # what was still buffered does not fit either
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in NO_SPACE:
                 raise
         finally:
             self._temporary.unlink(missing_ok=True)

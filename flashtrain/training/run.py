@@ -235,12 +235,15 @@ class _Run:
     def _banner(self) -> list[str]:
         config = self.config
         per_step, per_micro = config.sequences_per_step, config.sequences_per_micro_batch
+        # The Hopper kernels sum dq in any order; where the order must not change, the slower kernels do it.
+        fixed_order = config.trainer.deterministic and self.facts["attention_backend"] == "hopper"
+        slower = " (backward pass by portable, for trainer.deterministic)" if fixed_order else ""
         blocks = "each block computed again in the backward pass" if self.task.model.checkpoint_blocks else "all kept"
         lines = [
             f"run {self.folder.run_id} in {self.folder.path}",
             *self.work.banner(),
             f"step: {per_step} sequences, {per_step * config.seq_len:,} tokens, in micro-batches of {per_micro}",
-            f"device {self.facts['device']}, {self.precision}, attention {self.facts['attention_backend']}, "
+            f"device {self.facts['device']}, {self.precision}, attention {self.facts['attention_backend']}{slower}, "
             f"{'compiled' if self._compiles() else 'not compiled'}",
             f"memory: activations {blocks}, logits of {config.memory.loss_chunk_tokens:,} tokens at once",
         ]

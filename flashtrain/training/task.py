@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -40,7 +41,7 @@ class MicroBatch(Protocol):
 _Batch = TypeVar("_Batch", bound=MicroBatch)
 
 
-class Task(pl.LightningModule):
+class Task(pl.LightningModule, ABC):
     """A model, its loss and its optimiser step; subclasses say what the loss of a micro-batch is.
 
     Attributes that callbacks read after a step: `loss` (mean over the step's targets), `grad_norm`, `finite` (device
@@ -65,9 +66,9 @@ class Task(pl.LightningModule):
         decay = config.optimizer.ema_decay
         self.average = None if decay is None else AveragedWeights(model, decay)
 
+    @abstractmethod
     def loss_sum(self, batch: Any) -> Tensor:
         """The summed loss of a micro-batch's targets, in nats."""
-        raise NotImplementedError
 
     def measure(self, batch: Any) -> Tensor:
         """Sums over a held-out batch's targets: one for each of FIGURES."""

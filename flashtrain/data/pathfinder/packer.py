@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from flashtrain.data.pathfinder.images import GENERATOR, PathfinderImages, generate
 from flashtrain.data.pathfinder.packed import SUFFIX, PackedImages, encode_header, layout
 from flashtrain.data.pathfinder.parameters import PathfinderSpec
-
-_log = logging.getLogger(__name__)
+from flashtrain.data.preparing import NO_SPACE, locked, progress_bar, require_room
 
 # One task of a worker: some seconds of work, some megabytes to send back.
 _TASK_PIXELS = 1 << 22
 _TASK_IMAGES = 256
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def prepare(
@@ -67,7 +58,7 @@ def prepare(
     path = Path(folder) / _name(header)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+        with locked(path):
             if not path.exists():  # else another process has just made it
                 _write(path, spec, header, workers or os.cpu_count() or 1, progress)
     packed = PackedImages.open(path)
@@ -81,32 +72,17 @@ def _name(header: dict[str, Any]) -> str:
     return f"pathfinder{header['spec']['side']}-{header['split']}-{digest[:12]}{SUFFIX}"
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Only one process at a time makes `path`; the operating system frees the lock of a killed one."""
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        _log.info("waiting for another process that makes %s", path)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _write(path: Path, spec: PathfinderSpec, header: dict[str, Any], workers: int, progress: bool) -> None:
     """Write beside `path` and move it there when it is whole. The caller holds its lock."""
     places, size = layout(header)
-    _check_disk(path, size)
+    require_room(path, size)
     unfinished = path.with_name(f".{path.name}.unfinished")
     pixels, labels, done = hashlib.sha256(), hashlib.sha256(), 0
     try:
         with (
             unfinished.open("wb") as file,
             closing(_chunks(spec, header, workers)) as chunks,
-            _bar(header, progress) as advance,
+            progress_bar(f"Pathfinder {header['split']} images", header["count"], progress) as advance,
         ):
             for chunk in chunks:
                 for name, (start, _, dtype) in places.items():
@@ -124,19 +100,11 @@ def _write(path: Path, spec: PathfinderSpec, header: dict[str, Any], workers: in
             os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError as error:
-        if error.errno not in _NO_SPACE:
+        if error.errno not in NO_SPACE:
             raise
         raise OSError(error.errno, f"{error.strerror}: cannot write {path} of {size / 2**20:,.0f} MiB") from error
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _check_disk(path: Path, size: int) -> None:
-    """Hours of work should not end on a full disk."""
-    free = shutil.disk_usage(path.parent).free
-    if free < size:
-        message = f"{path} needs {size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free there"
-        raise OSError(errno.ENOSPC, message)
 
 
 def _chunks(spec: PathfinderSpec, header: dict[str, Any], workers: int) -> Generator[PathfinderImages]:
@@ -166,13 +134,3 @@ def _leave_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-@contextmanager
-def _bar(header: dict[str, Any], shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over the images made so far, on a terminal's standard error; yields what moves it on."""
-    console = Console(stderr=True)
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(f"Pathfinder {header['split']} images", total=header["count"])
-        yield lambda number: bar.advance(task, number)
