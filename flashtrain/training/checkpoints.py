@@ -106,7 +106,7 @@ class Start:
             return None
         path, content = found
         about = content["flashtrain"]
-        return cls(path, content, int(about["step"]), bool(about["owes_validation"]), Progress(**about["progress"]))
+        return cls(path, content, int(about["step"]), bool(about["owes_validation"]), Progress(**about.get("progress", {})))
 
 
 def weights_of(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], bool]:

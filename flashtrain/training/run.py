@@ -105,7 +105,7 @@ class _Run:
         self.task = self.work.build_task()
         if config.model.init_from is not None and self.resume_from is None:
             warm_start(self.task.model, config.model.init_from, config.runs_dir)
-        self.task.model.checkpoint_blocks = checkpoint_blocks(config, self.precision, device)
+        self.task.model.checkpoint_blocks = checkpoint_blocks(self.work.config, self.precision, device)
         self.facts = self._facts()
         for line in self._banner():
             logger.info("%s", line)
@@ -172,6 +172,7 @@ class _Run:
         self.work = _work_of(stage_config(self.config, progress.stage), self.config)
         self.task = self.work.build_task()
         self.task.model.checkpoint_blocks = checkpoint_blocks(self.work.config, self.precision, self.device)
+        self.facts |= self.work.facts()
         logger.info("%s", describe(self.config, progress))
         if self._compiles():
             self.task.compile_model()
@@ -233,7 +234,7 @@ class _Run:
         }
 
     def _banner(self) -> list[str]:
-        config = self.config
+        config = self.work.config
         per_step, per_micro = config.sequences_per_step, config.sequences_per_micro_batch
         # The Hopper kernels sum dq in any order; where the order must not change, the slower kernels do it.
         fixed_order = config.trainer.deterministic and self.facts["attention_backend"] == "hopper"

@@ -75,6 +75,8 @@ def test_a_run_goes_through_its_stages_and_counts_all_tokens(staged, tmp_path, m
     assert summary(tmp_path / "runs" / "a")["tokens"] == tokens[-1]
     assert [s for i, s in enumerate(sides) if i == 0 or s != sides[i - 1]] == [(32, 2), (32, 3), (48, 3)]
     log = (tmp_path / "runs" / "a" / "train.log").read_text()
+    assert "step: 8 sequences, 8,192 tokens" in log  # of the stage it begins with
+    assert summary(tmp_path / "runs" / "a")["corpus"]["spec"]["side"] == 48  # and of the one it ends with
     assert "stage 2 of 3 from step 2" in log and "stage 3 of 3 from step 4: side 48" in log
 
 
@@ -95,6 +97,7 @@ def test_stopped_anywhere_and_resumed_it_is_equal_bit_for_bit(staged, tmp_path, 
     assert go_on(tmp_path, "cut") == 0
     straight, cut = (figures(tmp_path / "runs" / name) for name in ("straight", "cut"))
     assert cut == straight
+    assert summary(tmp_path / "runs" / "cut")["corpus"] == summary(tmp_path / "runs" / "straight")["corpus"]
     assert [r["tokens"] for r in metrics(tmp_path / "runs" / "cut")] == [
         r["tokens"] for r in metrics(tmp_path / "runs" / "straight")
     ]
