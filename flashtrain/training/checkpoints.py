@@ -106,7 +106,8 @@ class Start:
             return None
         path, content = found
         about = content["flashtrain"]
-        return cls(path, content, int(about["step"]), bool(about["owes_validation"]), Progress(**about.get("progress", {})))
+        progress = Progress(**about.get("progress", {}))
+        return cls(path, content, int(about["step"]), bool(about["owes_validation"]), progress)
 
 
 def weights_of(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], bool]:
