@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -188,11 +187,9 @@ class ClassificationWork:
             )
 
     def _packed(self, spec: PathfinderSpec, split: str, count: int, targets: bool) -> StoredImages:
-        about = json.dumps([spec.as_dict(), self.images.seed, count, targets], sort_keys=True)
-        name = f"pathfinder-{self.images.preset}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
         packed = prepare(
-            Path(self.images.prepared_dir) / name, spec, seed=self.images.seed, split=split, count=count,
-            targets=targets, workers=max(1, self.images.num_workers),
+            self.images.prepared_dir, spec, self.images.seed, split, count, targets=targets,
+            workers=max(1, self.images.num_workers),
         )  # fmt: skip
         return StoredImages(packed.images, packed.labels, packed.targets)
 
