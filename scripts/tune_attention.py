@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from flashtrain.attention import Causal, Full, Mask, SlidingWindow, lower, standard_attention
+from flashtrain.attention.plan import Limits
 from flashtrain.attention.portable import delta, forward
 from flashtrain.attention.portable.configs import Config, generation_of, table_entry
 from flashtrain.attention.portable.dkdv import grad_kv
@@ -112,19 +113,18 @@ class Problem:
     k: Tensor
     v: Tensor
     dout: Tensor
-    left: int
-    right: int
+    limits: Limits
     scale: float
     statistics: Tensor
 
     def runner(self, kernel: str, config: Config) -> Callable[[], tuple[Tensor, ...]]:
         q, k, v, dout, statistics = self.q, self.k, self.v, self.dout, self.statistics
-        left, right, scale = self.left, self.right, self.scale
+        limits, scale = self.limits, self.scale
         if kernel == "forward":
-            return lambda: forward(q, k, v, None, left, right, scale, config)[:1]
+            return lambda: forward(q, k, v, limits, scale, config)[:1]
         if kernel == "dq":
-            return lambda: (grad_q(dout, q, k, v, statistics, None, left, right, scale, config),)
-        return lambda: grad_kv(dout, q, k, v, statistics, None, left, right, scale, config)
+            return lambda: (grad_q(dout, q, k, v, statistics, limits, scale, config),)
+        return lambda: grad_kv(dout, q, k, v, statistics, limits, scale, config)
 
 
 def make_problem(batch: int, heads: tuple[int, int], seq_len: int, head_dim: int, mask: Mask) -> Problem:
@@ -136,8 +136,8 @@ def make_problem(batch: int, heads: tuple[int, int], seq_len: int, head_dim: int
     q, k, v, dout = randn(heads[0]), randn(heads[1]), randn(heads[1]), randn(heads[0])
     plan = lower(mask, batch, seq_len, seq_len, DEVICE)
     scale = head_dim**-0.5
-    out, lse = forward(q, k, v, None, plan.left, plan.right, scale)
-    return Problem(q, k, v, dout, plan.left, plan.right, scale, row_statistics(lse, delta(out, dout, None)))
+    out, lse = forward(q, k, v, plan.limits, scale)
+    return Problem(q, k, v, dout, plan.limits, scale, row_statistics(lse, delta(out, dout, None)))
 
 
 def candidates(kernel: str, head_dim: int, generation: str) -> Iterator[Candidate]:

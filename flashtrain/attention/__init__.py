@@ -13,15 +13,19 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from flashtrain.attention import op  # noqa: F401  (registers the operators)
+from flashtrain.attention import layouts
 from flashtrain.attention.backends import BACKENDS, choose_backend, supported
+from flashtrain.attention.block_layout import BlockLayout
+from flashtrain.attention.lists import check_lists
 from flashtrain.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
+from flashtrain.attention.op import flash_attention
 from flashtrain.attention.plan import Plan, lower
 from flashtrain.attention.reference import standard_attention
 from flashtrain.attention.sdpa import sdpa_attention
 
 __all__ = [
     "BACKENDS",
+    "BlockLayout",
     "Causal",
     "Documents",
     "Full",
@@ -30,12 +34,13 @@ __all__ = [
     "SlidingWindow",
     "attention",
     "choose_backend",
+    "layouts",
     "lower",
     "supported",
 ]
 
 _log = logging.getLogger(__name__)
-_said: set[str] = set()
+_said: set[tuple[object, ...]] = set()
 
 
 @overload
@@ -106,11 +111,12 @@ def attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     _check_inputs(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    chosen = choose_backend(backend, q, return_lse)
-    if not torch.compiler.is_compiling():
-        _say_once(backend, chosen, q)
     plan = mask if isinstance(mask, Plan) else lower(mask, q.shape[0], q.shape[2], k.shape[2], q.device)
     _check_plan(plan, q, k)
+    group = q.shape[1] // k.shape[1]
+    chosen = choose_backend(backend, q, return_lse, plan.blocks, group)
+    if not torch.compiler.is_compiling():
+        _say_once(backend, chosen, q, plan.blocks, group)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if chosen == "sdpa":
@@ -118,18 +124,15 @@ def attention(
     if chosen == "standard":
         out, lse = standard_attention(q, k, v, plan, scale)
     else:
-        out, lse = torch.ops.flashtrain.attention_forward(
-            q, k, v, plan.rows, plan.columns, plan.left, plan.right, scale, chosen, deterministic
-        )
+        out, lse = flash_attention(q, k, v, plan, scale, chosen, deterministic)
     return (out, lse) if return_lse else out
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"attention takes [batch, heads, seq, head_dim]; got {shapes}")
+        raise ValueError(f"attention takes [batch, heads, seq, head_dim]; got {_shapes(q, k, v)}")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q, k and v must agree in batch and head_dim, and k and v in shape; got {shapes}")
+        raise ValueError(f"q, k and v must agree in batch and head_dim, and k and v in shape; got {_shapes(q, k, v)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"num_heads={q.shape[1]} must be a multiple of num_kv_heads={k.shape[1]}")
     if not q.dtype == k.dtype == v.dtype:
@@ -138,32 +141,37 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q is on {q.device}, k on {k.device} and v on {v.device}; move them to one device")
 
 
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
 def _check_plan(plan: Plan, q: Tensor, k: Tensor) -> None:
     if (plan.seq_q, plan.seq_k) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"the plan is for {plan.seq_q} queries and {plan.seq_k} keys, q has {q.shape[2]} and k {k.shape[2]}; "
             "lower the mask for these lengths"
         )
-    if plan.rows is None:
-        return
-    if plan.rows.shape[0] not in (1, q.shape[0]):
+    if plan.rows is not None and plan.rows.shape[0] not in (1, q.shape[0]):
         raise ValueError(f"the plan is for {plan.rows.shape[0]} rows and the batch has {q.shape[0]}")
-    if plan.rows.device != q.device:
+    if plan.rows is not None and plan.rows.device != q.device:
         raise ValueError(f"the plan is on {plan.rows.device} and q on {q.device}; lower the mask on {q.device}")
+    check_lists(plan.q_lists, plan.blocks, q)
 
 
-def _say_once(requested: str, chosen: str, q: Tensor) -> None:
+def _say_once(requested: str, chosen: str, q: Tensor, blocks: tuple[int, ...], group: int) -> None:
     if requested != "auto":
         return
+    key = (chosen, q.dtype, q.shape[-1], q.device, blocks, group)
+    if key in _said:
+        return
+    _said.add(key)
     line = f"attention takes the {chosen} backend for {q.dtype}, head_dim {q.shape[-1]}, on {q.device.type}"
     if (
         chosen == "portable"
-        and (reason := supported("hopper", q))
+        and (reason := supported("hopper", q, blocks=blocks, group=group))
         and torch.cuda.get_device_capability(q.device)[0] == 9
     ):
         line += f": {reason}"
     if chosen in ("sdpa", "standard"):
         line += f": {supported('portable', q) or 'Triton interprets its kernels here, for tests'}"
-    if line not in _said:
-        _said.add(line)
-        _log.info(line)
+    _log.info(line)

@@ -14,10 +14,17 @@ BACKENDS = ("auto", "hopper", "portable", "sdpa", "standard")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HOPPER_HEAD_DIMS = (64, 128)
+# Queries and keys a block of a layout that the Hopper kernels walk.
+HOPPER_BLOCK = (128, 128)
 
 
-def supported(backend: str, q: Tensor, return_lse: bool = False) -> str | None:
-    """Why `backend` cannot do attention on tensors like q, or None if it can."""
+def supported(
+    backend: str, q: Tensor, return_lse: bool = False, blocks: tuple[int, ...] = (), group: int = 1
+) -> str | None:
+    """Why `backend` cannot do attention on tensors like q, or None if it can.
+
+    blocks: `Plan.blocks`. group: query heads a key head.
+    """
     if backend == "sdpa":
         return "PyTorch's SDPA does not return the lse" if return_lse else None
     if backend == "standard":
@@ -30,10 +37,10 @@ def supported(backend: str, q: Tensor, return_lse: bool = False) -> str | None:
         return f"the kernels take head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {q.shape[-1]}"
     if q.device.type == "cuda" and (capability := _capability(q.device)) < (8, 0):
         return f"the kernels need compute capability 8.0 and {torch.cuda.get_device_name(q.device)} has {capability}"
-    return _unsupported_by_hopper(q) if backend == "hopper" else None
+    return _unsupported_by_hopper(q, blocks, group) if backend == "hopper" else None
 
 
-def _unsupported_by_hopper(q: Tensor) -> str | None:
+def _unsupported_by_hopper(q: Tensor, blocks: tuple[int, ...], group: int) -> str | None:
     if interpreted():
         return "Triton's interpreter cannot run Gluon"
     if _capability(q.device) != (9, 0):
@@ -42,6 +49,10 @@ def _unsupported_by_hopper(q: Tensor) -> str | None:
         return "the Hopper kernels take float16 and bfloat16, not float32"
     if q.shape[-1] not in HOPPER_HEAD_DIMS:
         return f"the Hopper kernels take head_dim {' and '.join(map(str, HOPPER_HEAD_DIMS))}, not {q.shape[-1]}"
+    if blocks and blocks[:2] != HOPPER_BLOCK:
+        return f"the Hopper kernels take layouts of {HOPPER_BLOCK} blocks, not {blocks[:2]}"
+    if blocks and blocks[3] > 1 and group > 1:
+        return "the Hopper kernels take no layouts by head together with grouped-query heads"
     return None
 
 
@@ -50,9 +61,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def choose_backend(requested: str, q: Tensor, return_lse: bool = False) -> str:
+def choose_backend(
+    requested: str, q: Tensor, return_lse: bool = False, blocks: tuple[int, ...] = (), group: int = 1
+) -> str:
     """The backend that will run; `auto` takes the fastest that can. Triton's interpreter is never that: it runs only
-    when `portable` is named.
+    when `portable` is named. Arguments as in `supported`.
 
     Raises:
         ValueError: an unknown name, or a call that the named backend cannot do, with the reason.
@@ -60,12 +73,12 @@ def choose_backend(requested: str, q: Tensor, return_lse: bool = False) -> str:
     if requested not in BACKENDS:
         raise ValueError(f"backend={requested!r}: choose one of {', '.join(BACKENDS)}")
     if requested != "auto":
-        reason = supported(requested, q, return_lse)
+        reason = supported(requested, q, return_lse, blocks, group)
         if reason is not None:
             raise ValueError(f"backend={requested!r}: {reason}; backend='auto' takes one that can")
         return requested
     for candidate in ("hopper", "portable", "sdpa") if q.device.type == "cuda" else ("sdpa",):
-        if supported(candidate, q, return_lse) is None:
+        if supported(candidate, q, return_lse, blocks, group) is None:
             return candidate
     return "standard"
 

@@ -4,6 +4,9 @@ and the FLOP counter see attention as one node.
 Three operators: the forward gives out and lse; `delta` reduces out and its gradient to one number a row; the backward
 takes lse and delta from outside, so that a ring of GPUs can hand in those of the whole sequence. None of them holds a
 seq_q x seq_k tensor.
+
+`flash_attention` is what `attention` calls. Outside torch.compile it goes past the operators, whose way through
+PyTorch's dispatcher takes longer than attention over a thousand tokens.
 """
 
 from __future__ import annotations
@@ -14,21 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from flashtrain.attention import portable
-from flashtrain.attention.plan import visible_pairs
+from flashtrain.attention.plan import Limits, Plan, visible_pairs
 
-_PLAN = "Tensor? rows, Tensor? columns, int left, int right"
+# The fields of `plan.Limits`.
+_LIMITS = "Tensor? rows, Tensor? columns, int left, int right, Tensor? q_lists, Tensor? k_lists, int[] blocks"
 _library = torch.library.Library("flashtrain", "DEF")
 _library.define(
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_PLAN}, float scale, str backend, bool deterministic) "
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_LIMITS}, float scale, str backend, bool deterministic) "
     "-> (Tensor, Tensor)"
 )
 _library.define("attention_delta(Tensor out, Tensor dout, Tensor? dlse, str backend) -> Tensor")
 _library.define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, "
-    f"{_PLAN}, float scale, str backend, bool deterministic) -> (Tensor, Tensor, Tensor)"
+    f"{_LIMITS}, float scale, str backend, bool deterministic) -> (Tensor, Tensor, Tensor)"
 )
 
 # backend name -> module with forward, delta and backward. `kernels_of` adds the others when they are first used.
@@ -42,19 +47,9 @@ def kernels_of(backend: str) -> ModuleType:
     return KERNELS[backend]
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor | None,
-    columns: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    backend: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    return kernels_of(backend).forward(q, k, v, rows, left, right, scale)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *limits, scale, backend, _deterministic = rest
+    return kernels_of(backend).forward(q, k, v, Limits(*limits), scale)
 
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, backend: str) -> Tensor:
@@ -62,21 +57,10 @@ def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, backend: str) -> Tens
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    rows: Tensor | None,
-    columns: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    backend: str,
-    deterministic: bool,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels_of(backend).backward(dout, q, k, v, lse, delta, rows, columns, left, right, scale, deterministic)
+    *limits, scale, backend, deterministic = rest
+    return kernels_of(backend).backward(dout, q, k, v, lse, delta, Limits(*limits), scale, deterministic)
 
 
 for _device in ("CUDA", "CPU"):  # the CPU runs the same kernels in Triton's interpreter
@@ -101,24 +85,83 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tenso
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, rows, columns, left, right, scale, backend, deterministic = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, rows, columns)
-    ctx.window, ctx.scale, ctx.backend, ctx.deterministic = (left, right), scale, backend, deterministic
+    q, k, v, *limits, scale, backend, deterministic = inputs
+    _remember(ctx, q, k, v, output, Limits(*limits), scale, backend, deterministic)
+
+
+def _remember(
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: tuple[Tensor, Tensor],
+    limits: Limits,
+    scale: float,
+    backend: str,
+    deterministic: bool,
+) -> None:
+    ctx.save_for_backward(q, k, v, *output)
+    # Tables of integers, which no gradient flows through: they need not be saved as the others are.
+    ctx.limits, ctx.scale, ctx.backend, ctx.deterministic = limits, scale, backend, deterministic
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, rows, columns = ctx.saved_tensors
+    """dq, dk and dv by the operators."""
+    q, k, v, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 10
+        return None, None, None
     dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
     # d lse / d s is the softmax itself, so a gradient on lse only shifts delta: ds = p * (dp - (delta - dlse)).
     delta = torch.ops.flashtrain.attention_delta(out, dout, dlse, ctx.backend)
-    dq, dk, dv = torch.ops.flashtrain.attention_backward(
-        dout, q, k, v, lse, delta, rows, columns, *ctx.window, ctx.scale, ctx.backend, ctx.deterministic
+    return torch.ops.flashtrain.attention_backward(
+        dout, q, k, v, lse, delta, *ctx.limits, ctx.scale, ctx.backend, ctx.deterministic
     )
-    return dq, dk, dv, None, None, None, None, None, None, None
+
+
+def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_gradients(ctx, dout, dlse), *(None,) * (len(Limits._fields) + 3)
+
+
+class _Direct(torch.autograd.Function):
+    """The operators without the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, limits: Limits, scale: float, backend: str, deterministic: bool
+    ) -> tuple[Tensor, Tensor]:
+        output: tuple[Tensor, Tensor] = kernels_of(backend).forward(q, k, v, limits, scale)
+        _remember(ctx, q, k, v, output, limits, scale, backend, deterministic)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None or torch.is_grad_enabled() or is_in_torch_dispatch_mode():
+            # Rare ways, and those where somebody watches: by the operators, which also refuse a second derivative.
+            return *_gradients(ctx, dout, dlse), None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        kernels = kernels_of(ctx.backend)
+        delta = kernels.delta(out, dout, dlse)
+        dq, dk, dv = kernels.backward(dout, q, k, v, lse, delta, ctx.limits, ctx.scale, ctx.deterministic)
+        return dq, dk, dv, None, None, None, None
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, backend: str, deterministic: bool
+) -> tuple[Tensor, Tensor]:
+    """out and lse by the kernels of `backend`."""
+    if torch.compiler.is_compiling() or _watched(q, k, v):
+        return torch.ops.flashtrain.attention_forward(q, k, v, *plan.limits, scale, backend, deterministic)
+    return _Direct.apply(q, k, v, plan.limits, scale, backend, deterministic)
+
+
+def _watched(*tensors: Tensor) -> bool:
+    """Whether somebody works on operators: counting FLOPs, choosing what to checkpoint, torch.func, subclasses."""
+    return (
+        is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or not all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    )
 
 
 def _no_second_order(ctx: Any, *_grads: Any) -> None:
@@ -131,34 +174,23 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-torch.library.register_autograd("flashtrain::attention_forward", _gradients, setup_context=_save, lib=_library)
+torch.library.register_autograd("flashtrain::attention_forward", _operator_gradients, setup_context=_save, lib=_library)
 for _name in ("attention_delta", "attention_backward"):
     torch.library.register_autograd(f"flashtrain::{_name}", _no_second_order, setup_context=_save_nothing, lib=_library)
 
 
 @register_flop_formula(torch.ops.flashtrain.attention_forward)
-def _forward_flops(
-    q_shape: Any, k_shape: Any, v_shape: Any, rows: Any, columns: Any, left: int, right: int, *_rest: Any, **_: Any
-) -> int:
-    """Two products of 2 * head_dim a visible pair. Documents are counted as one: shapes are all that is known here."""
+def _forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *rest: Any, **_: Any) -> int:
+    """Two products of 2 * head_dim a visible pair. Documents and blocks are not taken off: shapes are all that is
+    known here."""
     batch, num_heads, seq_q, head_dim = q_shape
-    return 4 * batch * num_heads * head_dim * visible_pairs(seq_q, k_shape[2], left, right)
+    limits = Limits(*rest[: len(Limits._fields)])
+    return 4 * batch * num_heads * head_dim * visible_pairs(seq_q, k_shape[2], limits.left, limits.right)
 
 
 @register_flop_formula(torch.ops.flashtrain.attention_backward)
 def _backward_flops(
-    dout_shape: Any,
-    q_shape: Any,
-    k_shape: Any,
-    v_shape: Any,
-    lse: Any,
-    delta: Any,
-    rows: Any,
-    columns: Any,
-    left: int,
-    right: int,
-    *_rest: Any,
-    **_: Any,
+    dout_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, lse: Any, delta: Any, *rest: Any, **_: Any
 ) -> int:
     """Five products where the forward has two; recomputing the scores counts, a second recomputation does not."""
-    return _forward_flops(q_shape, k_shape, v_shape, rows, columns, left, right) * 5 // 2
+    return _forward_flops(q_shape, k_shape, v_shape, *rest) * 5 // 2

@@ -5,21 +5,45 @@ of queries [first, last) that see it. Without documents both are formulas in `le
 nothing is stored. With documents they are int32 tables. In both, intervals never move backwards from one row to
 the next, so a tile's blocks are one run of keys: full ones, where every element is visible, between partial ones, where
 two integer compares decide.
+
+Under a block layout a tile's blocks are listed instead (`lists`), and the intervals decide within partial ones.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from flashtrain.attention.masks import Causal, Documents, Full, Mask, SlidingWindow, parts
+from flashtrain.attention.block_layout import BlockLayout
+from flashtrain.attention.lists import build_lists, dense_blocks
+from flashtrain.attention.masks import All, Causal, Documents, Full, Mask, SlidingWindow, parts
 
 # An open side of a window. Far beyond any length, and far enough below 2**31 that adding two lengths cannot wrap.
 OPEN = 2**30
+
+
+class Limits(NamedTuple):
+    """What a plan tells the kernels; its fields are arguments of the operators.
+
+    Attributes:
+        rows, columns, left, right: as in `Plan`.
+        q_lists, k_lists, blocks: as in `Plan`; no lists and () where there is no block layout.
+    """
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    left: int = OPEN
+    right: int = OPEN
+    q_lists: Tensor | None = None
+    k_lists: Tensor | None = None
+    blocks: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +55,10 @@ class Plan:
         left, right: window around the query's own position, `OPEN` where a side has no limit; used if `rows` is None.
         rows: int32 [batch or 1, 2, seq_q], lo and hi of each query.
         columns: int32 [batch or 1, 2, seq_k], first and last of each key: the transpose of `rows`.
-        document_pairs: `visible_pairs` where there are documents.
+        q_lists: int32 work lists in the form that `lists` describes: for each block of queries its blocks of keys.
+        k_lists: the transpose: for each block of keys its blocks of queries.
+        blocks: (queries a block, keys a block, batch rows that have lists of their own, query heads that have).
+        counted_pairs: `visible_pairs` where there are documents or lists; on the device until it is asked for.
     """
 
     seq_q: int
@@ -40,24 +67,32 @@ class Plan:
     right: int
     rows: Tensor | None = None
     columns: Tensor | None = None
-    document_pairs: float | None = None
+    q_lists: Tensor | None = None
+    k_lists: Tensor | None = None
+    blocks: tuple[int, ...] = ()
+    counted_pairs: float | Tensor | None = None
 
     @property
+    def limits(self) -> Limits:
+        """What the operators take of this plan."""
+        return Limits(self.rows, self.columns, self.left, self.right, self.q_lists, self.k_lists, self.blocks)
+
+    @cached_property
     def visible_pairs(self) -> float:
-        """Visible (query, key) pairs a batch row and head, the mean over the batch: what FLOPs count."""
+        """Visible (query, key) pairs a batch row and head, the mean over both: what FLOPs count."""
         # Counted when asked for: a compiled model that lowers a mask would be tied to one length by the count.
-        if self.document_pairs is not None:
-            return self.document_pairs
+        if self.counted_pairs is not None:
+            return float(self.counted_pairs)
         return float(visible_pairs(self.seq_q, self.seq_k, self.left, self.right))
 
     @property
     def is_full(self) -> bool:
-        return self.rows is None and self.left == OPEN and self.right == OPEN
+        return self.rows is None and self.q_lists is None and self.left == OPEN and self.right == OPEN
 
     @property
     def is_causal(self) -> bool:
         """Exactly `Causal()`, with nothing else."""
-        return self.rows is None and self.left == OPEN and self.right == 0
+        return self.rows is None and self.q_lists is None and self.left == OPEN and self.right == 0
 
     @property
     def density(self) -> float:
@@ -65,7 +100,7 @@ class Plan:
         return self.visible_pairs / max(1, self.seq_q * self.seq_k)
 
     def intervals(self, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """lo and hi of every query, int [batch or 1, seq_q] each."""
+        """lo and hi of every query, int [batch or 1, seq_q] each; a block layout is not in them."""
         if self.rows is not None:
             return self.rows[:, 0], self.rows[:, 1]
         position = torch.arange(self.seq_q, device=device) + (self.seq_k - self.seq_q)
@@ -74,10 +109,14 @@ class Plan:
         return lo[None], torch.maximum(lo, hi)[None]
 
     def dense(self, device: torch.device | str | None = None) -> Tensor:
-        """The mask as a bool tensor [batch or 1, 1, seq_q, seq_k], true where visible. Needs N x N memory."""
-        lo, hi = self.intervals(device)
+        """The mask as a bool tensor [batch or 1, num_heads or 1, seq_q, seq_k], true where visible. Needs N x N
+        memory; with a block layout it lies where the lists are."""
+        lo, hi = self.intervals(device if self.q_lists is None else self.q_lists.device)
         key = torch.arange(self.seq_k, device=lo.device)
-        return ((key >= lo[..., None]) & (key < hi[..., None]))[:, None]
+        visible = ((key >= lo[..., None]) & (key < hi[..., None]))[:, None]
+        if self.q_lists is None:
+            return visible
+        return visible & dense_blocks(self.q_lists, self.blocks, self.seq_q, self.seq_k)
 
 
 def lower(mask: Mask | None, batch: int, seq_q: int, seq_k: int, device: torch.device | str) -> Plan:
@@ -86,27 +125,42 @@ def lower(mask: Mask | None, batch: int, seq_q: int, seq_k: int, device: torch.d
     Do this once a step, outside the compiled model, and hand the plan to every layer.
 
     Raises:
-        ValueError: documents that do not add up to the lengths, or another number of rows than the batch.
+        ValueError: documents that do not add up to the lengths, or another number of rows than the batch; a block
+            layout for other lengths.
     """
+    device = torch.device(device)
+    members = mask.members if isinstance(mask, All) else (mask,)
+    if torch.compiler.is_compiling() and any(isinstance(member, BlockLayout) for member in members):
+        raise ValueError("mask: lower a block layout outside the compiled model, once, and pass the plan")
+    left, right, documents, layout = _combined(mask)
+    if documents is not None:
+        _check_documents(documents, batch, seq_q, seq_k)
+    if layout is not None:
+        return _lower_layout(layout, left, right, documents, seq_q, seq_k, device)
+    return _lower_intervals(left, right, documents, seq_q, seq_k, device)
+
+
+def _combined(mask: Mask | None) -> tuple[int, int, Documents | None, BlockLayout | None]:
+    """The window, the documents and the block layout that a mask is the conjunction of."""
     members = parts(Full() if mask is None else mask)
-    left, right, documents = OPEN, OPEN, None
+    left, right, documents, layout = OPEN, OPEN, None, None
     for member in members:
         if isinstance(member, Causal):
             right = 0
         elif isinstance(member, SlidingWindow):
             left = min(left, OPEN if member.left is None else member.left)
             right = min(right, OPEN if member.right is None else member.right)
-        elif not isinstance(member, Documents):
-            raise ValueError(f"mask={member}: not a mask that attention knows")
-        elif documents is not None:
-            raise ValueError("mask: two different Documents in one conjunction; describe the packing once")
-        else:
+        elif isinstance(member, Documents):
+            if documents is not None:
+                raise ValueError("mask: two different Documents in one conjunction; describe the packing once")
             documents = member
-    if documents is None:
-        return Plan(seq_q, seq_k, left, right)
-    _check_documents(documents, batch, seq_q, seq_k)
-    # Keyed by the whole mask and its lengths: two packings of one shape must never share a plan.
-    return _lower_documents(documents, left, right, seq_q, seq_k, torch.device(device))
+        elif isinstance(member, BlockLayout):
+            if layout is not None:
+                raise ValueError("mask: two block layouts in one conjunction; make one layout of the blocks of both")
+            layout = member
+        else:
+            raise ValueError(f"mask={member}: not a mask that attention knows")
+    return left, right, documents, layout
 
 
 def _check_documents(documents: Documents, batch: int, seq_q: int, seq_k: int) -> None:
@@ -122,6 +176,52 @@ def _check_documents(documents: Documents, batch: int, seq_q: int, seq_k: int) -
                     f"Documents {argument}[{number}] adds up to {sum(row)} tokens and the sequence has {seq_len}; "
                     "make the padding a document of its own"
                 )
+
+
+# Per layout, so that its plans go when it goes; they hold lists made from it, never the layout itself.
+_layout_plans: WeakKeyDictionary[BlockLayout, OrderedDict[tuple[object, ...], Plan]] = WeakKeyDictionary()
+_PLANS_A_LAYOUT = 16
+
+
+def _lower_layout(
+    layout: BlockLayout,
+    left: int,
+    right: int,
+    documents: Documents | None,
+    seq_q: int,
+    seq_k: int,
+    device: torch.device,
+) -> Plan:
+    if (layout.seq_q, layout.seq_k) != (seq_q, seq_k):
+        raise ValueError(
+            f"mask: the block layout is for {layout.seq_q} queries and {layout.seq_k} keys, and there are {seq_q} and "
+            f"{seq_k}; build one for these lengths"
+        )
+    plans = _layout_plans.setdefault(layout, OrderedDict())
+    key = (left, right, documents, device)
+    if key not in plans:
+        intervals = _lower_intervals(left, right, documents, seq_q, seq_k, device)
+        lists = build_lists(layout.to(device), *intervals.intervals(device))
+        plans[key] = replace(
+            intervals,
+            q_lists=lists.q_lists,
+            k_lists=lists.k_lists,
+            blocks=lists.blocks,
+            counted_pairs=lists.pairs,
+        )
+        while len(plans) > _PLANS_A_LAYOUT:
+            plans.popitem(last=False)
+    plans.move_to_end(key)
+    return plans[key]
+
+
+def _lower_intervals(
+    left: int, right: int, documents: Documents | None, seq_q: int, seq_k: int, device: torch.device
+) -> Plan:
+    if documents is None:
+        return Plan(seq_q, seq_k, left, right)
+    # Keyed by the whole mask and its lengths: two packings of one shape must never share a plan.
+    return _lower_documents(documents, left, right, seq_q, seq_k, device)
 
 
 @lru_cache(maxsize=16)
@@ -142,7 +242,7 @@ def _lower_documents(documents: Documents, left: int, right: int, seq_q: int, se
         right=right,
         rows=rows.to(device, non_blocking=True),
         columns=columns.to(device, non_blocking=True),
-        document_pairs=pairs / len(tables),
+        counted_pairs=pairs / len(tables),
     )
 
 

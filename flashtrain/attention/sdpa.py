@@ -21,9 +21,14 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) ->
     Full and causal attention take PyTorch's fused kernels in linear memory. On the CPU packed documents are taken one
     by one and windows in chunks of queries, in linear memory too. On the GPU, and in a compiled model, any other mask
     is handed over as a seq_q x seq_k boolean tensor.
+
+    A block layout is handed over as such a tensor everywhere, one for each batch row and head that has blocks of its
+    own: right, but with neither the time nor the memory that a layout saves.
     """
     if q.numel() == 0 or plan.seq_k == 0:
         return standard_attention(q, k, v, plan, scale)[0]  # its score matrix is empty too
+    if plan.q_lists is not None:
+        return _masked(q, k, v, plan.dense(), scale)
     if plan.is_full:
         return _sdpa(q, k, v, scale)
     if plan.is_causal and plan.seq_q == plan.seq_k:

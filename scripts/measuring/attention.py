@@ -87,16 +87,17 @@ class Case:
         return x.detach().transpose(1, 2).contiguous() if self.implementation.seq_first else x.detach()
 
 
-def standard(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def standard(q: Tensor, k: Tensor, v: Tensor, causal: bool, hidden: Tensor | None = None) -> Tensor:
     """Attention as GPT implementations write it without a fused kernel: product, scale, mask, softmax, product.
 
     Each is a kernel of its own over the whole seq_q x seq_k matrix, in the dtype of q. With fewer queries than keys the
-    two are aligned at the end.
+    two are aligned at the end. hidden: bool [seq_q, seq_k], in place of the causal mask.
     """
     scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
     if causal:
         seq_q, seq_k = scores.shape[-2:]
         hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device=q.device).triu(1 + seq_k - seq_q)
+    if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     return torch.softmax(scores, dim=-1) @ v
 

@@ -55,6 +55,7 @@ class Truth:
 
     Args:
         q, k, v, dout: [batch, num_heads, seq, head_dim] in the number format under test.
+        hidden: bool [seq, seq], true where a query must not see a key, for masks other than the causal one.
         last_head: compare the last head of the last batch row only; the others do not touch it.
         tail: compare the last `tail` positions only, which at long sequences is all that can be afforded; with a causal
             mask their queries and keys depend on nothing that is left out.
@@ -68,6 +69,7 @@ class Truth:
         dout: Tensor,
         *,
         causal: bool,
+        hidden: Tensor | None = None,
         last_head: bool = False,
         tail: int | None = None,
     ) -> None:
@@ -78,8 +80,10 @@ class Truth:
             raise ValueError(f"tail={tail}: without a causal mask every query has a part in every key's gradient")
         q, k, v, dout = (x[self.heads, self.heads] for x in (q, k, v, dout))
         q, dout = q[:, :, self.tail], dout[:, :, self.tail]
-        self.exact = {name: x[:, :, self.tail] for name, x in exact(q, k, v, dout, causal).items()}
-        plain = Case(Implementation("plain", functools.partial(standard, causal=causal)), q, k, v, dout).results()
+        self.exact = {name: x[:, :, self.tail] for name, x in exact(q, k, v, dout, causal, hidden).items()}
+        plain = Case(
+            Implementation("plain", functools.partial(standard, causal=causal, hidden=hidden)), q, k, v, dout
+        ).results()
         self.plain = {name: x[:, :, self.tail] for name, x in plain.items()}
         self.eps = torch.finfo(q.dtype).eps
 
@@ -126,7 +130,9 @@ def poison(case: Case) -> None:
 
 
 @torch.no_grad()
-def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> dict[str, Tensor]:
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, hidden: Tensor | None = None
+) -> dict[str, Tensor]:
     """out, dq, dk and dv in float64, a few queries at a time, so that no matrix of all pairs is held.
 
     q, dout: [batch, num_heads, seq_q, head_dim]; k, v: [batch, num_heads, seq_k, head_dim], aligned at the end.
@@ -144,6 +150,8 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> dict[s
         if causal:
             position = torch.arange(begin, begin + queries.shape[2], device=q.device) + seq_k - seq_q
             scores.masked_fill_(torch.arange(seq_k, device=q.device) > position[:, None], float("-inf"))
+        if hidden is not None:
+            scores.masked_fill_(hidden[begin : begin + step], float("-inf"))
         weights = torch.softmax(scores, dim=-1)
         del scores
         out = weights @ v

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashtrain.attention import Causal, Documents, Mask, SlidingWindow, attention, lower
+from flashtrain.attention.plan import Limits
 from tests.attention.oracle import Case, make_case
 
 # The interpreter stands in for the compiler of kernels, so the compiler of models is tested up to the graph it makes.
@@ -82,8 +83,7 @@ def test_compiling_a_checkpointed_layer_changes_nothing(device: torch.device) ->
 @pytest.mark.parametrize("mask", [Causal(), MASKS[2]], ids=["causal", "documents"])
 def test_the_operators_pass_pytorchs_own_check(device: torch.device, mask: Mask) -> None:
     case = make_case(device, mask=mask, heads=(2, 1), seq=(70, 70), head_dim=16)
-    plan = case.plan
-    limits = (plan.rows, plan.columns, plan.left, plan.right, case.scale, "portable", False)
+    limits = (*case.plan.limits, case.scale, "portable", False)
     leaves = [tensor.requires_grad_() for tensor in case.inputs()]
     # AOT dispatch is covered by the tests above; here it would run the interpreter four more times.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -108,7 +108,7 @@ def test_fake_strides_are_the_real_strides(device: torch.device, layout: str) ->
         return torch.randn(2, heads, seq, 16, device=device)
 
     def strides(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
-        limits = (None, None, 2**30, 0, 0.25, "portable", False)
+        limits = (*Limits(right=0), 0.25, "portable", False)
         out, lse = torch.ops.flashtrain.attention_forward(q, k, v, *limits)
         delta = torch.ops.flashtrain.attention_delta(out, out, None, "portable")
         grads = torch.ops.flashtrain.attention_backward(out, q, k, v, lse, delta, *limits)

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-FULL = {"LOWER": False, "LATER": False, "TABLE": False}
-CAUSAL = {"LOWER": False, "LATER": True, "TABLE": False}
-WINDOW = {"LOWER": True, "LATER": True, "TABLE": False}
-DOCUMENTS = {"LOWER": True, "LATER": True, "TABLE": True}
-B_FULL = {"AFTER": False, "BEFORE": False, "TABLE": False}
-B_CAUSAL = {"AFTER": True, "BEFORE": False, "TABLE": False}
-B_WINDOW = {"AFTER": True, "BEFORE": True, "TABLE": False}
-B_DOCUMENTS = {"AFTER": True, "BEFORE": True, "TABLE": True}
+FULL = {"LOWER": False, "LATER": False, "TABLE": False, "LISTS": False}
+CAUSAL = {"LOWER": False, "LATER": True, "TABLE": False, "LISTS": False}
+WINDOW = {"LOWER": True, "LATER": True, "TABLE": False, "LISTS": False}
+DOCUMENTS = {"LOWER": True, "LATER": True, "TABLE": True, "LISTS": False}
+B_FULL = {"AFTER": False, "BEFORE": False, "TABLE": False, "LISTS": False}
+B_CAUSAL = {"AFTER": True, "BEFORE": False, "TABLE": False, "LISTS": False}
+B_WINDOW = {"AFTER": True, "BEFORE": True, "TABLE": False, "LISTS": False}
+B_DOCUMENTS = {"AFTER": True, "BEFORE": True, "TABLE": True, "LISTS": False}
+BLOCKS = {"LOWER": False, "LATER": True, "TABLE": False, "LISTS": True}
+B_BLOCKS = {"AFTER": True, "BEFORE": False, "TABLE": False, "LISTS": True}
 # Pass, head dim, dtype, short sequence, query heads a key head, mask, and the spilled bytes a thread with which the
 # kernels were measured.
 ENTRIES = [
@@ -27,6 +29,13 @@ ENTRIES = [
     ("forward", 128, "float16", False, 1, CAUSAL, 0),
     *[("backward", 64, "bfloat16", False, 1, mask, 288) for mask in (B_FULL, B_CAUSAL, B_WINDOW, B_DOCUMENTS)],
     *[("backward", 128, "bfloat16", False, 1, mask, 96) for mask in (B_FULL, B_CAUSAL, B_WINDOW, B_DOCUMENTS)],
+    *[
+        ("ordered", head_dim, "bfloat16", False, 1, mask, 300)
+        for head_dim in (64, 128)
+        for mask in (B_FULL, B_CAUSAL, B_DOCUMENTS)
+    ],
+    *[("forward", head_dim, "bfloat16", False, 1, BLOCKS, 0) for head_dim in (64, 128)],
+    *[("backward", head_dim, "bfloat16", False, 1, B_BLOCKS, 200) for head_dim in (64, 128)],
     ("backward", 64, "bfloat16", False, 4, B_CAUSAL, 128),
     ("backward", 128, "float16", False, 4, B_CAUSAL, 96),
 ]
@@ -38,10 +47,10 @@ print(triton.__version__)
 for name, head_dim, dtype, short, group, mask, _ in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)
     if name == "forward":
-        config = forward_config(head_dim, 1024 if short else 65536, False, mask["TABLE"])
+        config = forward_config(head_dim, 1024 if short else 65536, False, mask["TABLE"], mask["LISTS"])
         resources = compile_forward(head_dim, dtype, config, **mask)
     else:
-        resources = compile_backward(head_dim, dtype, BACKWARD[head_dim], group, **mask)
+        resources = compile_backward(head_dim, dtype, BACKWARD[head_dim], group, name == "ordered", **mask)
     print(json.dumps(dataclasses.asdict(resources)), flush=True)
 """
 # A folder with another Triton, such as one filled by pip install --target.

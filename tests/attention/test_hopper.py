@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtrain.attention import Causal, Documents, Mask, SlidingWindow, attention, choose_backend, lower
+from flashtrain.attention import (
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    SlidingWindow,
+    attention,
+    choose_backend,
+    layouts,
+    lower,
+)
 from tests.attention.oracle import NAMES, Case, assert_accurate, assert_close, make_case, run, run_standard
 from tests.attention.test_on_gpu import by_chunks, needs_memory
 
@@ -91,7 +101,7 @@ def test_any_scale_is_right(device, scale):
     assert_accurate(case, "hopper")
 
 
-def layouts(case: Case) -> dict[str, Case]:
+def as_lying(case: Case) -> dict[str, Case]:
     """The same numbers lying differently in memory."""
     tensors = [*case.inputs(), case.dout]
     batch, dim = case.q.shape[0], case.q.shape[3]
@@ -124,7 +134,7 @@ def layouts(case: Case) -> dict[str, Case]:
 @pytest.mark.parametrize("which", ["fused", "misaligned", "poisoned", "columns", "expanded"])
 def test_any_strides_give_the_same_forward_bits_and_right_gradients(device, which, head_dim):
     case = make_case(device, BF16, Causal(), batch=2, heads=(4, 2), seq=(333, 457), head_dim=head_dim)
-    variant = layouts(case)[which]
+    variant = as_lying(case)[which]
     base, results = hopper(case), hopper(variant)
     assert torch.equal(results["out"], base["out"]) and torch.equal(results["lse"], base["lse"])
     assert_accurate(variant, "hopper", results)
@@ -143,10 +153,59 @@ def test_every_element_of_every_result_is_written(device, seq, head_dim, monkeyp
     assert not torch.isnan(results["lse"]).any()
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+LAYOUTS = {
+    "butterfly": lambda seq: layouts.butterfly(seq),
+    "sinks": lambda seq: layouts.window_sinks(seq, window=1),
+    "uneven, with empty rows": lambda seq: layouts.random_blocks(seq, density=0.3, seed=5, no_empty_rows=False),
+    "all blocks": lambda seq: layouts.random_blocks(seq, density=1.0),
+    "no block": lambda seq: layouts.random_blocks(seq, density=0.0, no_empty_rows=False),
+}
+RESTS = {
+    "alone": Full(),
+    "causal": Causal(),
+    "window": Causal() & SlidingWindow(333),
+    "documents": Documents(((1, 300, 0, 602, 200), (703, 400))),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rest", RESTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_block_layout_is_right(device, layout, rest, head_dim):
+    mask = LAYOUTS[layout](1103) & RESTS[rest]
+    case = make_case(device, BF16, mask, batch=2, heads=(4, 4), seq=(1103, 1103), head_dim=head_dim)
+    assert_accurate(case, "hopper")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seq", [(900, 1500), (1500, 900), (1, 300), (128, 128)], ids=str)
+def test_block_layouts_of_grouped_heads_and_of_other_lengths_are_right(device, seq, head_dim):
+    mask = layouts.random_blocks(seq, density=0.4, seed=2, no_empty_rows=False) & Causal()
+    assert_accurate(make_case(device, BF16, mask, batch=2, heads=(6, 2), seq=seq, head_dim=head_dim), "hopper")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_block_layout_of_each_head_is_right(device, head_dim):
+    mask = layouts.random_blocks(1103, density=0.3, seed=2, heads=4, no_empty_rows=False)
+    assert_accurate(make_case(device, FP16, mask, batch=2, heads=(4, 4), seq=(1103, 1103), head_dim=head_dim), "hopper")
+
+
+def test_block_layouts_that_the_kernels_do_not_walk_go_to_the_portable_ones(device):
+    q = torch.randn(1, 4, 512, 64, device=device, dtype=BF16)
+    small = lower(layouts.window_sinks(512, 64), 1, 512, 512, device)
+    own = lower(layouts.random_blocks(512, density=0.5, heads=4), 1, 512, 512, device)
+    assert choose_backend("auto", q, blocks=small.blocks) == "portable"
+    assert choose_backend("auto", q, blocks=own.blocks, group=2) == "portable"
+    assert choose_backend("auto", q, blocks=own.blocks) == "hopper"
+    with pytest.raises(ValueError, match="layouts of"):
+        attention(q, q, q, small, backend="hopper")
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "full", "layout"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_deterministic_pass_gives_the_same_bits_250_times(device, name, head_dim):
-    case = make_case(device, BF16, MASKS[name], batch=2, heads=(8, 2), seq=(703, 703), head_dim=head_dim)
+    mask = layouts.butterfly(703) if name == "layout" else MASKS[name]
+    case = make_case(device, BF16, mask, batch=2, heads=(8, 2), seq=(703, 703), head_dim=head_dim)
 
     def once() -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in case.inputs()]
@@ -155,6 +214,22 @@ def test_a_deterministic_pass_gives_the_same_bits_250_times(device, name, head_d
 
     first = once()
     assert all(torch.equal(a, b) for _ in range(249) for a, b in zip(first, once(), strict=True))
+
+
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_deterministic_pass_of_many_programs_is_right(device, mask, head_dim):
+    """Many more programs than multiprocessors, each waiting for another."""
+    case = make_case(device, BF16, mask, batch=8, heads=(16, 16), seq=(1024, 1024), head_dim=head_dim)
+    leaves = [x.detach().requires_grad_() for x in case.inputs()]
+    out = attention(*leaves, case.plan, backend="hopper", deterministic=True)
+    first = torch.autograd.grad(out, leaves, case.dout, retain_graph=True)
+    for _ in range(10):
+        again = torch.autograd.grad(out, leaves, case.dout, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    free = torch.autograd.grad(attention(*leaves, case.plan, backend="hopper"), leaves, case.dout)
+    for ordered, unordered in zip(first, free, strict=True):
+        torch.testing.assert_close(ordered, unordered, rtol=2**-7, atol=1e-4)
 
 
 def test_the_forward_pass_is_the_same_bits_every_time(device):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -19,13 +18,3 @@ def as_box(buffer, descriptor, _semantic=None):
     # The public name is _reinterpret up to Triton 3.8 and reinterpret from 3.9.
     shape = [_unwrap_if_constexpr(size) for size in descriptor.block_shape]
     return _semantic.memdesc_reinterpret(buffer, descriptor.dtype, shape, descriptor.layout)
-
-
-@builtin
-def add_to_global(descriptor, coordinates, source, _semantic=None):
-    """Add a float32 box in shared memory to global memory, asynchronously: a TMA reduction."""
-    # Triton 3.6 has the operation and no name for it; 3.8 calls it tma.async_atomic_add.
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
-    )

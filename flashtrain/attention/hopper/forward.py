@@ -19,13 +19,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtrain.attention.hopper.compat import as_box, box_to_global
-from flashtrain.attention.hopper.walk import LN_2, blocks_of, intervals, load_box, named_arrive, named_sync
+from flashtrain.attention.hopper.walk import (
+    LN_2,
+    block_at,
+    blocks_of,
+    heaviest_first,
+    intervals,
+    load_box,
+    named_arrive,
+    named_sync,
+    places_of,
+)
 from flashtrain.attention.portable.tiles import tile_of
 
 # Arguments that change from call to call and are no reason to compile again.
 _VARYING = (
-    "rows_ptr", "stride_rows", "all_heads", "num_heads", "group", "heads_together", "seq_q", "seq_k", "left",
-    "right",
+    "rows_ptr", "stride_rows", "lists_ptr", "num_lists", "lists_batch", "lists_head", "all_heads", "num_heads", "group",
+    "heads_together", "seq_q", "seq_k", "left", "right",
 )  # fmt: skip
 
 
@@ -45,19 +55,35 @@ def _pass_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(seq_q, heads, BLOCK_M: gl.constexpr):
+def _tile(seq_q, heads, lists, BLOCK_M: gl.constexpr, LISTS: gl.constexpr):
     """First query, batch row, query head and key head of this program."""
     all_heads, num_heads, group, heads_together = heads
-    block, batch_head = tile_of(gl.program_id(0), gl.cdiv(seq_q, BLOCK_M), all_heads, heads_together, True)
+    block, batch_head = tile_of(gl.program_id(0), gl.cdiv(seq_q, BLOCK_M), all_heads, heads_together, not LISTS)
     batch, head = batch_head // num_heads, batch_head % num_heads
+    block = heaviest_first(lists, batch, head, block, LISTS)
     return block * BLOCK_M, batch, head, head // group
 
 
 @gluon.jit
+def _walk(
+    first, batch, head, mask, lists, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_WARPS: gl.constexpr,
+    TABLE: gl.constexpr, LISTS: gl.constexpr,
+):  # fmt: skip
+    """begin, full_begin, full_end, end: the places that the queries from `first` visit, as in `blocks_of`."""
+    rows, stride_rows, seq_q, seq_k, left, right = mask
+    if LISTS:
+        begin, full_end, end = places_of(lists, batch, head, first // BLOCK_M)
+        return begin, begin, full_end, end
+    return blocks_of(
+        rows, stride_rows, batch, first, seq_q, seq_k, left, right, BLOCK_M, BLOCK_N, NUM_WARPS, False, TABLE
+    )
+
+
+@gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, buffers, barriers, mask, heads,
+    q_desc, k_desc, v_desc, buffers, barriers, mask, lists, heads,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    TABLE: gl.constexpr,
+    TABLE: gl.constexpr, LISTS: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: the queries, then keys and values from right to left."""
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
@@ -65,25 +91,26 @@ def _produce(
     q_s, k_s, v_s = buffers
     q_full, k_full, k_free, v_full, v_free = barriers
     rows, stride_rows, seq_q, seq_k, left, right = mask
-    first, batch, head, kv_head = _tile(seq_q, heads, BLOCK_M)
-    begin, full_begin, full_end, end = blocks_of(
-        rows, stride_rows, batch, first, seq_q, seq_k, left, right, BLOCK_M, BLOCK_N, 1, False, TABLE
-    )
+    first, batch, head, kv_head = _tile(seq_q, heads, lists, BLOCK_M, LISTS)
+    begin, full_begin, full_end, end = _walk(first, batch, head, mask, lists, BLOCK_M, BLOCK_N, 1, TABLE, LISTS)
     # Rows that see nothing visit a block all the same.
     num_blocks, last = gl.maximum(end - begin, 1), gl.maximum(end, 1) - 1
     for c in gl.static_range(CONSUMERS):
         load_box(q_desc, [batch, head, first + c * 64, 0], q_full.index(c), q_s.index(c), 128 * HEAD_DIM)
     # The next keys go before the values: a key tile is free again a whole softmax earlier.
-    load_box(k_desc, [batch, kv_head, last * BLOCK_N, 0], k_full.index(0), k_s.index(0), BYTES)
+    first_key = block_at(lists, last, LISTS) * BLOCK_N
+    load_box(k_desc, [batch, kv_head, first_key, 0], k_full.index(0), k_s.index(0), BYTES)
     for j in range(num_blocks):
-        first_key = (last - j) * BLOCK_N
+        next_key = first_key
         if j + 1 < num_blocks:
+            next_key = block_at(lists, last - j - 1, LISTS) * BLOCK_N
             stage = (j + 1) % STAGES
             mbarrier.wait(k_free.index(stage), (((j + 1) // STAGES) & 1) ^ 1)
-            load_box(k_desc, [batch, kv_head, first_key - BLOCK_N, 0], k_full.index(stage), k_s.index(stage), BYTES)
+            load_box(k_desc, [batch, kv_head, next_key, 0], k_full.index(stage), k_s.index(stage), BYTES)
         stage = j % STAGES
         mbarrier.wait(v_free.index(stage), ((j // STAGES) & 1) ^ 1)
         load_box(v_desc, [batch, kv_head, first_key, 0], v_full.index(stage), v_s.index(stage), BYTES)
+        first_key = next_key
 
 
 @gluon.jit
@@ -112,9 +139,9 @@ def _hide(s, lo, hi, first_key, BLOCK_N: gl.constexpr, LOWER: gl.constexpr, LAYO
 
 @gluon.jit
 def _consume(
-    C: gl.constexpr, out_desc, lse_ptr, buffers, barriers, mask, heads, scale_log2,
+    C: gl.constexpr, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    LOWER: gl.constexpr, LATER: gl.constexpr, TABLE: gl.constexpr,
+    LOWER: gl.constexpr, LATER: gl.constexpr, TABLE: gl.constexpr, LISTS: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup C: queries [64 C, 64 C + 64) of the tile."""
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
@@ -127,17 +154,17 @@ def _consume(
     q_full, k_full, k_free, v_full, v_free = barriers
     rows, stride_rows, seq_q, seq_k, left, right = mask
     dtype: gl.constexpr = v_s.dtype
-    first, batch, head, kv_head = _tile(seq_q, heads, BLOCK_M)
-    begin, full_begin, full_end, end = blocks_of(
-        rows, stride_rows, batch, first, seq_q, seq_k, left, right, BLOCK_M, BLOCK_N, 4, False, TABLE
-    )
+    first, batch, head, kv_head = _tile(seq_q, heads, lists, BLOCK_M, LISTS)
+    begin, full_begin, full_end, end = _walk(first, batch, head, mask, lists, BLOCK_M, BLOCK_N, 4, TABLE, LISTS)
     num_blocks, last = gl.maximum(end - begin, 1), gl.maximum(end, 1) - 1
     first += C * 64
-    if LATER:
+    if LATER and not LISTS:
         own_begin, full_begin, full_end, own_end = blocks_of(
             rows, stride_rows, batch, first, seq_q, seq_k, left, right, 64, BLOCK_N, 4, False, TABLE
         )
     lo, hi = intervals(rows, stride_rows, batch, first, seq_q, seq_k, left, right, 64, row_layout, TABLE)
+    if LISTS:
+        hi = gl.where(begin < end, hi, 0)  # the block that an empty list visits all the same
     zeros = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, out_layout)
     m = gl.full([64], float("-inf"), gl.float32, row_layout)
@@ -153,7 +180,7 @@ def _consume(
     _pass_turn(C, CONSUMERS)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(0), count=1)
-    s = _hide(s, lo, hi, last * BLOCK_N, BLOCK_N, LOWER, s_layout)
+    s = _hide(s, lo, hi, block_at(lists, last, LISTS) * BLOCK_N, BLOCK_N, LOWER, s_layout)
     p, m, shrink = _softmax(s, m, scale_log2)
     total = _partial_sum(p, BLOCK_N)
     p = gl.convert_layout(p.to(dtype), p_layout)
@@ -170,10 +197,10 @@ def _consume(
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_free.index(stage), count=1)
         if LATER:
-            block = last - j
-            partial = (block >= full_end) | (block < full_begin) if LOWER else block >= full_end
+            place = last - j
+            partial = (place >= full_end) | (place < full_begin) if LOWER and not LISTS else place >= full_end
             if partial:
-                s = _hide(s, lo, hi, block * BLOCK_N, BLOCK_N, LOWER, s_layout)
+                s = _hide(s, lo, hi, block_at(lists, place, LISTS) * BLOCK_N, BLOCK_N, LOWER, s_layout)
         weights, m, shrink = _softmax(s, m, scale_log2)
         shrink_total = gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
         total = total * shrink_total[:, None] + _partial_sum(weights, BLOCK_N)
@@ -203,16 +230,16 @@ def _consume(
 
 @gluon.jit(do_not_specialize=_VARYING)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, rows_ptr, stride_rows, all_heads, num_heads, group, heads_together,
-    seq_q, seq_k, left, right, scale_log2,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, rows_ptr, lists_ptr, stride_rows, num_lists, lists_batch, lists_head,
+    all_heads, num_heads, group, heads_together, seq_q, seq_k, left, right, scale_log2,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    LOWER: gl.constexpr, LATER: gl.constexpr, TABLE: gl.constexpr,
+    LOWER: gl.constexpr, LATER: gl.constexpr, TABLE: gl.constexpr, LISTS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors over [batch, heads, seq, head_dim] with boxes of 64 queries and BLOCK_N keys; lse float32
     [batch, num_heads, seq_q]; rows as in a plan, or None for the window `left`, `right`.
 
     LOWER: a query's interval of keys may begin after key 0. LATER: other blocks of a tile than the rightmost may be
-    partial.
+    partial. LISTS: `lists_ptr` holds work lists, as in a plan, for blocks as large as the tiles.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], dtype)
@@ -237,31 +264,32 @@ def forward_kernel(
     buffers = (q_s, k_s, v_s)
     barriers = (q_full, k_full, k_free, v_full, v_free)
     mask = (rows_ptr, stride_rows, seq_q, seq_k, left, right)
+    lists = (lists_ptr, num_lists, lists_batch, lists_head)
     heads = (all_heads, num_heads, group, heads_together)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consume, (0, out_desc, lse_ptr, buffers, barriers, mask, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE)),
-            (_produce, (q_desc, k_desc, v_desc, buffers, barriers, mask, heads, CONSUMERS, BLOCK_N,
-                        HEAD_DIM, STAGES, TABLE)),
+            (_consume, (0, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+            (_produce, (q_desc, k_desc, v_desc, buffers, barriers, mask, lists, heads, CONSUMERS, BLOCK_N,
+                        HEAD_DIM, STAGES, TABLE, LISTS)),
         ], [1], [24])  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (0, out_desc, lse_ptr, buffers, barriers, mask, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE)),
-            (_consume, (1, out_desc, lse_ptr, buffers, barriers, mask, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE)),
-            (_produce, (q_desc, k_desc, v_desc, buffers, barriers, mask, heads, CONSUMERS, BLOCK_N,
-                        HEAD_DIM, STAGES, TABLE)),
+            (_consume, (0, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+            (_consume, (1, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+            (_produce, (q_desc, k_desc, v_desc, buffers, barriers, mask, lists, heads, CONSUMERS, BLOCK_N,
+                        HEAD_DIM, STAGES, TABLE, LISTS)),
         ], [4, 1], [240, 24])  # fmt: skip
     if CONSUMERS == 3:
         gl.warp_specialize([
-            (_consume, (0, out_desc, lse_ptr, buffers, barriers, mask, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE)),
-            (_consume, (1, out_desc, lse_ptr, buffers, barriers, mask, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE)),
-            (_consume, (2, out_desc, lse_ptr, buffers, barriers, mask, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE)),
-            (_produce, (q_desc, k_desc, v_desc, buffers, barriers, mask, heads, CONSUMERS, BLOCK_N,
-                        HEAD_DIM, STAGES, TABLE)),
+            (_consume, (0, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+            (_consume, (1, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+            (_consume, (2, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+            (_produce, (q_desc, k_desc, v_desc, buffers, barriers, mask, lists, heads, CONSUMERS, BLOCK_N,
+                        HEAD_DIM, STAGES, TABLE, LISTS)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

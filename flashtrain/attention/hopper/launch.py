@@ -1,14 +1,13 @@
 """From tensors to a launch: TMA descriptors, and a kernel that is compiled once and then launched directly.
 
 Triton's own launcher looks at every argument of every call to see whether it must compile again, which takes longer
-than attention over a thousand tokens. Here the caller names what a kernel depends on.
+than attention over a thousand tokens. Here a setup remembers it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-_compiled: dict[Hashable, Any] = {}
 
 
 class Box:
@@ -69,25 +67,33 @@ def writable(result: Tensor) -> Tensor:
     return result if fits_tma(result) else torch.empty(result.shape, dtype=result.dtype, device=result.device)
 
 
-class Setup(NamedTuple):
-    """What a launch needs beside tensors: how many programs, integers in order, and constants in order."""
+class Setup:
+    """What a launch needs beside tensors: how many programs, integers in order, and constants in order; and, once it
+    has run, the compiled kernel for each dtype and device."""
 
-    programs: int
-    numbers: tuple[int, ...]
-    constants: dict[str, Any]
-    max_registers: int | None = None
+    __slots__ = ("compiled", "constants", "max_registers", "numbers", "programs", "values")
+
+    def __init__(
+        self, programs: int, numbers: tuple[int, ...], constants: dict[str, Any], max_registers: int | None = None
+    ) -> None:
+        self.programs = programs
+        self.numbers = numbers
+        self.constants = constants
+        self.max_registers = max_registers
+        self.values = tuple(constants.values())
+        self.compiled: dict[tuple[torch.dtype, torch.device], Any] = {}
 
 
-def launch(kernel: Any, key: Hashable, setup: Setup, arguments: tuple[Any, ...]) -> None:
+def launch(kernel: Any, q: Tensor, setup: Setup, arguments: tuple[Any, ...]) -> None:
     """Launch `kernel` on the current device with `arguments` in order and the setup's constants.
 
-    key: all that the compiled kernel depends on beside the constants (dtypes, device, widths of integers).
+    What a kernel is compiled for follows from the setup, which belongs to one kernel and one set of integers, and from
+    dtype and device of q. Pointers that may be aligned one time and not the next are not specialised on.
     """
-    whole_key = (kernel, key, setup.max_registers, *setup.constants.values())
-    compiled = _compiled.get(whole_key)
-    if compiled is None:
-        whole = [argument.descriptor() if isinstance(argument, Box) else argument for argument in arguments]
-        options = {"num_warps": 4, "enable_fp_fusion": True, "maxnreg": setup.max_registers}
-        _compiled[whole_key] = kernel[(setup.programs,)](*whole, **setup.constants, **options)
+    compiled = setup.compiled.get((q.dtype, q.device))
+    if compiled is not None:
+        compiled[(setup.programs, 1, 1)](*arguments, *setup.values)
         return
-    compiled[(setup.programs, 1, 1)](*arguments, *setup.constants.values())
+    whole = [argument.descriptor() if isinstance(argument, Box) else argument for argument in arguments]
+    options = {"num_warps": 4, "enable_fp_fusion": True, "maxnreg": setup.max_registers}
+    setup.compiled[q.dtype, q.device] = kernel[(setup.programs,)](*whole, **setup.constants, **options)

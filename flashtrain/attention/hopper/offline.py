@@ -23,11 +23,11 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 
 
 def compile_forward(head_dim: int, dtype: torch.dtype, config: ForwardConfig, **mask: bool) -> Resources:
-    """Compile the forward kernel. mask: the constants LOWER, LATER and TABLE."""
+    """Compile the forward kernel. mask: the constants LOWER, LATER, TABLE and LISTS."""
     keys, queries = (1, 1, config.block_n, head_dim), (1, 1, 64, head_dim)
     boxes = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "out_desc": queries}
     types = {name: _descriptor(dtype, box) for name, box in boxes.items()}
-    types |= {"lse_ptr": "*fp32", "rows_ptr": "*i32", "scale_log2": "fp32"}
+    types |= {"lse_ptr": "*fp32", "rows_ptr": "*i32", "lists_ptr": "*i32", "scale_log2": "fp32"}
     constants = {
         "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "HEAD_DIM": head_dim, "STAGES": config.stages, **mask,
     }  # fmt: skip
@@ -35,18 +35,19 @@ def compile_forward(head_dim: int, dtype: torch.dtype, config: ForwardConfig, **
 
 
 def compile_backward(
-    head_dim: int, dtype: torch.dtype, config: BackwardConfig, group: int = 1, **mask: bool
+    head_dim: int, dtype: torch.dtype, config: BackwardConfig, group: int = 1, ordered: bool = False, **mask: bool
 ) -> Resources:
-    """Compile the backward kernel. mask: the constants AFTER, BEFORE and TABLE."""
+    """Compile the backward kernel. mask: the constants AFTER, BEFORE, TABLE and LISTS."""
     keys, queries = (1, 1, 128, head_dim), (1, 1, config.block_m, head_dim)
     boxes = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "dout_desc": queries}
     types = {name: _descriptor(dtype, box) for name, box in boxes.items()}
-    types["dq_desc"] = _descriptor(torch.float32, config.dq_box(head_dim))
     types |= dict.fromkeys(("dk_ptr", "dv_ptr"), f"*{_NAMES[dtype]}")
-    types |= {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "columns_ptr": "*i32", "scale": "fp32", "scale_log2": "fp32"}
+    types |= dict.fromkeys(("dq_ptr", "lse_ptr", "delta_ptr"), "*fp32")
+    types |= dict.fromkeys(("turns_ptr", "columns_ptr", "lists_ptr"), "*i32")
+    types |= {"scale": "fp32", "scale_log2": "fp32"}
     constants = {
         "GROUP": group, "BLOCK_M": config.block_m, "HEAD_DIM": head_dim, "STAGES": config.stages,
-        "AHEAD": config.ahead, "DQ_SLOTS": config.dq_slots, **mask,
+        "AHEAD": config.ahead, "ORDERED": ordered, **mask,
     }  # fmt: skip
     return _compile(backward_kernel, types, constants, None)
 
@@ -61,7 +62,7 @@ def _compile(kernel: Any, types: dict[str, str], constants: dict[str, Any], max_
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") and name not in ("rows_ptr", "columns_ptr")
+        if kind.startswith("*") and name not in ("rows_ptr", "columns_ptr", "lists_ptr", "turns_ptr")
     }
     source = GluonASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
     options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}

@@ -1,7 +1,7 @@
 """What the two Hopper kernels share on the device: named barriers, and which tiles to visit.
 
 The walk is that of the portable kernels (`portable.tiles`): a tile's rows see one run of blocks, full ones between
-partial ones.
+partial ones. With work lists (`plan.Plan.q_lists`) a run is one of places in a list, full blocks before partial ones.
 """
 
 from __future__ import annotations
@@ -29,6 +29,22 @@ def named_arrive(number: gl.constexpr, threads: gl.constexpr):
     """Come to a hardware barrier without waiting."""
     gl.inline_asm_elementwise(
         "bar.arrive " + number + ", " + threads + "; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def sync_at(number, threads: gl.constexpr):
+    """`named_sync` where the number is only known on the device."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, " + threads + "; mov.u32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def arrive_at(number, threads: gl.constexpr):
+    """`named_arrive` where the number is only known on the device."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, " + threads + "; mov.u32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -101,3 +117,29 @@ def blocks_of(
     if PADDED:
         hi_min = gl.where(hi_min == num_cols, gl.cdiv(num_cols, BLOCK_COLS) * BLOCK_COLS, hi_min)
     return run_of(lo_min, lo_max, hi_min, hi_max, BLOCK_COLS)
+
+
+@gluon.jit
+def heaviest_first(lists, batch, head, rank, LISTS: gl.constexpr):
+    """The block of rows with the rank-th longest list of this head; without lists blocks come as they are numbered."""
+    if not LISTS:
+        return rank
+    lists_ptr, num_lists, batch_stride, head_stride = lists
+    return gl.load(lists_ptr + 2 * num_lists + 1 + batch * batch_stride + head * head_stride + rank)
+
+
+@gluon.jit
+def places_of(lists, batch, head, block):
+    """begin <= full_end <= end: in the list of this block of rows the places [begin, full_end) hold full blocks and
+    [full_end, end) partial ones."""
+    lists_ptr, num_lists, batch_stride, head_stride = lists
+    number = lists_ptr + (batch * batch_stride + head * head_stride + block)
+    return gl.load(number), gl.load(number + num_lists + 1), gl.load(number + 1)
+
+
+@gluon.jit
+def block_at(lists, place, LISTS: gl.constexpr):
+    """The number of the block at a place of the walk."""
+    if not LISTS:
+        return place
+    return gl.load(lists[0] + place)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashtrain.attention.plan import Limits
 from flashtrain.attention.portable import tiles
 from flashtrain.attention.portable.dkdv import grad_kv
 from flashtrain.attention.portable.dq import grad_q
@@ -26,10 +27,7 @@ def backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
-    rows: Tensor | None,
-    columns: Tensor | None,
-    left: int,
-    right: int,
+    limits: Limits,
     scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,13 +37,13 @@ def backward(
         dout: [batch, num_heads, seq_q, head_dim], any strides.
         lse, delta: float32 [batch, num_heads, seq_q], from `forward` and `delta`, or those of a longer sequence that
             k and v are a part of.
-        rows, columns: int32 [batch or 1, 2, seq], a plan's tables; None for the window `left`, `right`.
+        limits: which keys each query sees, and its transpose.
         deterministic: always so; the argument is there for kernels with a choice.
     """
     q, scale, sign = positive_scale(q, scale)
     statistics = row_statistics(lse, delta)
-    dk, dv = grad_kv(dout, q, k, v, statistics, columns, left, right, scale)
-    dq = grad_q(dout, q, k, v, statistics, rows, left, right, scale)
+    dk, dv = grad_kv(dout, q, k, v, statistics, limits, scale)
+    dq = grad_q(dout, q, k, v, statistics, limits, scale)
     return (dq if sign == 1.0 else dq * sign), dk, dv
 
 

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,25 @@ def table_entry(generation: str, head_dim: int, itemsize: int) -> Configs:
     """What the table says for a head dim and 2 or 4 bytes a number."""
     size = max(64, padded_head_dim(head_dim))
     return SINGLE[size] if itemsize == 4 else HALF[generation, size]
+
+
+def fit_blocks(config: Config, blocks: Sequence[int]) -> Config:
+    """The tiles, no larger than the blocks (queries, keys, ...) of a layout, with warps for what is left of them.
+
+    Tiles and blocks are powers of two, so that the smaller one divides the other.
+    """
+    if not blocks:
+        return config
+    block_m, block_n = min(config.block_m, blocks[0]), min(config.block_n, blocks[1])
+    shrink = (config.block_m * config.block_n) // (block_m * block_n)
+    if shrink == 1:
+        return config
+    return replace(config, block_m=block_m, block_n=block_n, num_warps=max(4, config.num_warps // shrink))
+
+
+def listed_blocks(config: Config, blocks: Sequence[int]) -> tuple[int, int]:
+    """Queries and keys that one entry of a list stands for; a tile where there are no lists."""
+    return (blocks[0], blocks[1]) if blocks else (config.block_m, config.block_n)
 
 
 def generation_of(major: int, minor: int) -> str:

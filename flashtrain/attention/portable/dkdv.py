@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashtrain.attention.lists import list_strides
+from flashtrain.attention.plan import Limits
 from flashtrain.attention.portable import tiles
-from flashtrain.attention.portable.configs import Config, choose_configs
+from flashtrain.attention.portable.configs import Config, choose_configs, fit_blocks, listed_blocks
 from flashtrain.attention.portable.launch import (
     fit_tile,
     heads_together,
@@ -31,9 +33,7 @@ def grad_kv(
     k: Tensor,
     v: Tensor,
     statistics: Tensor,
-    columns: Tensor | None,
-    left: int,
-    right: int,
+    limits: Limits,
     scale: float,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -43,23 +43,27 @@ def grad_kv(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     if dk.numel() == 0:
         return dk, dv
-    config = config or choose_configs(q).dkdv
+    config = fit_blocks(config or choose_configs(q).dkdv, limits.blocks)
+    listed_m, listed_n = listed_blocks(config, limits.blocks)
     q, dout = fit_tile(q, config.block_m), fit_tile(dout, config.block_m)
     k, v = fit_tile(k, config.block_n), fit_tile(v, config.block_n)
-    columns, stride_columns = table_strides(columns)
+    columns, stride_columns = table_strides(limits.columns)
     group = num_heads // num_kv_heads
-    grid = (batch * num_kv_heads * triton.cdiv(seq_k, config.block_n),)
+    grid = (batch * num_kv_heads * triton.cdiv(seq_k, listed_n) * (listed_n // config.block_n),)
     with on_device(q):
         _dkdv_kernel[grid](
-            q, k, v, dout, dk, dv, statistics, columns,
+            q, k, v, dout, dk, dv, statistics, columns, limits.k_lists,
             *q.stride(), *k.stride(), *v.stride(), *dout.stride(), *dk.stride(), *dv.stride(),
-            statistics.stride(1), stride_columns, batch * num_kv_heads, num_kv_heads, seq_q, seq_k, left, right, scale,
+            statistics.stride(1), stride_columns, *list_strides(limits.blocks, seq_k, 1),
+            batch * num_kv_heads, num_kv_heads, seq_q, seq_k, limits.left, limits.right, scale,
             heads_together(q.shape, q.element_size(), batch * num_kv_heads),
             GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_D=padded_head_dim(head_dim),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
+            LISTED_M=listed_m,
+            LISTED_N=listed_n,
             PRECISION=precision_of(q),
             **config.launch_options(),
         )  # fmt: skip
@@ -68,23 +72,32 @@ def grad_kv(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def _dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, statistics_ptr, columns_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, statistics_ptr, columns_ptr, lists_ptr,
     q_batch, q_head, q_row, q_dim,
     k_batch, k_head, k_row, k_dim,
     v_batch, v_head, v_row, v_dim,
     dout_batch, dout_head, dout_row, dout_dim,
     dk_batch, dk_head, dk_row, dk_dim,
     dv_batch, dv_head, dv_row, dv_dim,
-    statistics_head, stride_table, all_heads, num_heads, seq_q, seq_k, left, right, scale, heads_together,
+    statistics_head, stride_table, num_lists, lists_batch, lists_head,
+    all_heads, num_heads, seq_q, seq_k, left, right, scale, heads_together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, LISTED_M: tl.constexpr, LISTED_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block, batch_head = tiles.tile_of(tl.program_id(0), tl.cdiv(seq_k, BLOCK_N), all_heads, heads_together, False)
-    batch, head = batch_head // num_heads, batch_head % num_heads
-    first = block * BLOCK_N
-    lo, hi, begin, full_begin, full_end, end = tiles.visible_run(
-        columns_ptr, stride_table, batch, first, seq_k, seq_q, right, left, BLOCK_N, BLOCK_M
-    )
+    if lists_ptr is None:
+        block, batch_head = tiles.tile_of(tl.program_id(0), tl.cdiv(seq_k, BLOCK_N), all_heads, heads_together, False)
+        batch, head = batch_head // num_heads, batch_head % num_heads
+        first = block * BLOCK_N
+        lo, hi, begin, full_begin, full_end, end = tiles.visible_run(
+            columns_ptr, stride_table, batch, first, seq_k, seq_q, right, left, BLOCK_N, BLOCK_M
+        )
+    else:
+        num_tiles = tl.cdiv(seq_k, LISTED_N) * (LISTED_N // BLOCK_N)
+        rank, batch_head = tiles.tile_of(tl.program_id(0), num_tiles, all_heads, heads_together, False)
+        batch, head = batch_head // num_heads, batch_head % num_heads
+        owner = batch * lists_batch + head * GROUP * lists_head
+        first, block = tiles.listed_tile(lists_ptr, num_lists, owner, rank, LISTED_N, BLOCK_N)
+        lo, hi = tiles.intervals(columns_ptr, stride_table, batch, first, seq_k, seq_q, right, left, BLOCK_N)
     k_base = tiles.origin(k_ptr, batch, head, k_batch, k_head)
     v_base = tiles.origin(v_ptr, batch, head, v_batch, v_head)
     k = tiles.load_tile(k_base, first, seq_k, k_row, k_dim, BLOCK_N, HEAD_DIM, BLOCK_D, True)
@@ -98,11 +111,24 @@ def _dkdv_kernel(
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for MASKED in tl.static_range(2):
-        dk, dv = _add_blocks(
-            dk, dv, k, v, q_base, dout_base, statistics_base, q_head, q_row, q_dim, dout_head, dout_row, dout_dim,
-            statistics_head, lo, hi, begin, full_begin, full_end, end, seq_q, scale * LOG2_E,
-            GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION, MASKED,
-        )  # fmt: skip
+        if lists_ptr is None:
+            dk, dv = _add_blocks(
+                dk, dv, k, v, q_base, dout_base, statistics_base, q_head, q_row, q_dim, dout_head, dout_row, dout_dim,
+                statistics_head, lists_ptr, lo, hi, begin, full_begin, full_end, end, seq_q, scale * LOG2_E,
+                GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, LISTED_M, PRECISION, MASKED,
+            )  # fmt: skip
+        else:  # each query head of the group has a list of its own
+            for member in range(GROUP):
+                begin, full_begin, full_end, end = tiles.listed_run(
+                    lists_ptr, num_lists, owner + block + member * lists_head
+                )
+                member = tl.cast(member, tl.int64)
+                dk, dv = _add_blocks(
+                    dk, dv, k, v, q_base + member * q_head, dout_base + member * dout_head,
+                    statistics_base + member * statistics_head, q_head, q_row, q_dim, dout_head, dout_row, dout_dim,
+                    statistics_head, lists_ptr, lo, hi, begin, full_begin, full_end, end, seq_q, scale * LOG2_E,
+                    1, HEAD_DIM, BLOCK_D, BLOCK_M, LISTED_M, PRECISION, MASKED,
+                )  # fmt: skip
     dk_base = tiles.origin(dk_ptr, batch, head, dk_batch, dk_head)
     dv_base = tiles.origin(dv_ptr, batch, head, dv_batch, dv_head)
     tiles.store_tile(dk_base, first, seq_k, dk_row, dk_dim, dk * scale, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -112,15 +138,18 @@ def _dkdv_kernel(
 @triton.jit
 def _add_blocks(
     dk, dv, k, v, q_base, dout_base, statistics_base, q_head, q_row, q_dim, dout_head, dout_row, dout_dim,
-    statistics_head, lo, hi, begin, full_begin, full_end, end, seq_q, scale_log2,
+    statistics_head, lists_ptr, lo, hi, begin, full_begin, full_end, end, seq_q, scale_log2,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    LISTED_M: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds ds^T q and p^T dout over the full blocks of the run, or with MASKED the partial ones, of all query heads."""
-    num_blocks = tiles.num_visited(begin, full_begin, full_end, end, MASKED)
+    """Adds ds^T q and p^T dout over the full blocks of the run or list, or with MASKED the partial ones, of all query
+    heads."""
+    num_blocks = tiles.num_tiles(lists_ptr, begin, full_begin, full_end, end, BLOCK_M, LISTED_M, MASKED)
     for i in range(num_blocks * GROUP):
         member = i // num_blocks if GROUP > 1 else i * 0
-        first = tiles.visited(i - member * num_blocks, begin, full_begin, full_end, MASKED) * BLOCK_M
+        first = tiles.first_col(
+            i - member * num_blocks, lists_ptr, begin, full_begin, full_end, BLOCK_M, LISTED_M, MASKED
+        )
         member = tl.cast(member, tl.int64)
         q_ptr, dout_ptr = q_base + member * q_head, dout_base + member * dout_head
         q = tiles.load_tile(q_ptr, first, seq_q, q_row, q_dim, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)

@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashtrain.attention.lists import list_strides
+from flashtrain.attention.plan import Limits
 from flashtrain.attention.portable import tiles
-from flashtrain.attention.portable.configs import Config, choose_configs
+from flashtrain.attention.portable.configs import Config, choose_configs, fit_blocks, listed_blocks
 from flashtrain.attention.portable.launch import (
     fit_tile,
     heads_together,
@@ -26,9 +28,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rows: Tensor | None,
-    left: int,
-    right: int,
+    limits: Limits,
     scale: float,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -37,8 +37,8 @@ def forward(
     Args:
         q: [batch, num_heads, seq_q, head_dim], float16, bfloat16 or float32, any strides.
         k, v: [batch, num_kv_heads, seq_k, head_dim]
-        rows: int32 [batch or 1, 2, seq_q], the keys [lo, hi) of each query; None for the window `left`, `right`.
-        config: tile sizes; from the table if None.
+        limits: which keys each query sees.
+        config: tile sizes; from the table if None. Under a block layout they shrink to what divides its blocks.
 
     Returns:
         out like q, and lse float32 [batch, num_heads, seq_q], the natural log-sum-exp of the scaled scores.
@@ -48,21 +48,25 @@ def forward(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
-    config = config or choose_configs(q).forward
+    config = fit_blocks(config or choose_configs(q).forward, limits.blocks)
+    listed_m, listed_n = listed_blocks(config, limits.blocks)
     q, scale, _ = positive_scale(q, scale)
     q, k, v = fit_tile(q, config.block_m), fit_tile(k, config.block_n), fit_tile(v, config.block_n)
-    rows, stride_rows = table_strides(rows)
+    rows, stride_rows = table_strides(limits.rows)
     group = num_heads // num_kv_heads
-    grid = (batch * num_heads * triton.cdiv(seq_q, config.block_m),)
+    grid = (batch * num_heads * triton.cdiv(seq_q, listed_m) * (listed_m // config.block_m),)
     with on_device(q):
         _forward_kernel[grid](
-            q, k, v, out, lse, rows, *q.stride(), *k.stride(), *v.stride(), *out.stride(), stride_rows,
-            batch * num_heads, num_heads, group, seq_q, seq_k, left, right, scale,
+            q, k, v, out, lse, rows, limits.q_lists, *q.stride(), *k.stride(), *v.stride(), *out.stride(), stride_rows,
+            *list_strides(limits.blocks, seq_q, 0),
+            batch * num_heads, num_heads, group, seq_q, seq_k, limits.left, limits.right, scale,
             heads_together(k.shape, k.element_size(), batch * num_heads),
             HEAD_DIM=head_dim,
             BLOCK_D=padded_head_dim(head_dim),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
+            LISTED_M=listed_m,
+            LISTED_N=listed_n,
             PRECISION=precision_of(q),
             **config.launch_options(),
         )  # fmt: skip
@@ -71,21 +75,31 @@ def forward(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, rows_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, rows_ptr, lists_ptr,
     q_batch, q_head, q_row, q_dim,
     k_batch, k_head, k_row, k_dim,
     v_batch, v_head, v_row, v_dim,
     o_batch, o_head, o_row, o_dim,
-    stride_table, all_heads, num_heads, group, seq_q, seq_k, left, right, scale, heads_together,
+    stride_table, num_lists, lists_batch, lists_head,
+    all_heads, num_heads, group, seq_q, seq_k, left, right, scale, heads_together,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LISTED_M: tl.constexpr, LISTED_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block, batch_head = tiles.tile_of(tl.program_id(0), tl.cdiv(seq_q, BLOCK_M), all_heads, heads_together, True)
-    batch, head = batch_head // num_heads, batch_head % num_heads
-    first = block * BLOCK_M
-    lo, hi, begin, full_begin, full_end, end = tiles.visible_run(
-        rows_ptr, stride_table, batch, first, seq_q, seq_k, left, right, BLOCK_M, BLOCK_N
-    )
+    if lists_ptr is None:
+        block, batch_head = tiles.tile_of(tl.program_id(0), tl.cdiv(seq_q, BLOCK_M), all_heads, heads_together, True)
+        batch, head = batch_head // num_heads, batch_head % num_heads
+        first = block * BLOCK_M
+        lo, hi, begin, full_begin, full_end, end = tiles.visible_run(
+            rows_ptr, stride_table, batch, first, seq_q, seq_k, left, right, BLOCK_M, BLOCK_N
+        )
+    else:
+        num_tiles = tl.cdiv(seq_q, LISTED_M) * (LISTED_M // BLOCK_M)
+        rank, batch_head = tiles.tile_of(tl.program_id(0), num_tiles, all_heads, heads_together, False)
+        batch, head = batch_head // num_heads, batch_head % num_heads
+        owner = batch * lists_batch + head * lists_head
+        first, block = tiles.listed_tile(lists_ptr, num_lists, owner, rank, LISTED_M, BLOCK_M)
+        begin, full_begin, full_end, end = tiles.listed_run(lists_ptr, num_lists, owner + block)
+        lo, hi = tiles.intervals(rows_ptr, stride_table, batch, first, seq_q, seq_k, left, right, BLOCK_M)
     q_base = tiles.origin(q_ptr, batch, head, q_batch, q_head)
     k_base = tiles.origin(k_ptr, batch, head // group, k_batch, k_head)
     v_base = tiles.origin(v_ptr, batch, head // group, v_batch, v_head)
@@ -96,8 +110,9 @@ def _forward_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for MASKED in tl.static_range(2):
         acc, m, l = _attend(
-            acc, m, l, q, k_base, v_base, k_row, k_dim, v_row, v_dim, lo, hi, begin, full_begin, full_end, end,
-            seq_k, scale * LOG2_E, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, MASKED,
+            acc, m, l, q, k_base, v_base, k_row, k_dim, v_row, v_dim, lists_ptr, lo, hi,
+            begin, full_begin, full_end, end, seq_k, scale * LOG2_E,
+            HEAD_DIM, BLOCK_D, BLOCK_N, LISTED_N, PRECISION, MASKED,
         )  # fmt: skip
 
     # A row that saw nothing has l = 0 and m = -inf: out 0 and lse -inf.
@@ -112,18 +127,18 @@ def _forward_kernel(
 
 @triton.jit
 def _attend(
-    acc, m, l, q, k_base, v_base, k_row, k_dim, v_row, v_dim, lo, hi, begin, full_begin, full_end, end,
-    seq_k, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    acc, m, l, q, k_base, v_base, k_row, k_dim, v_row, v_dim, lists_ptr, lo, hi,
+    begin, full_begin, full_end, end, seq_k, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, LISTED_N: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the full blocks of the run, or with MASKED the partial ones, to the running softmax.
+    """Adds the full blocks of the run or list, or with MASKED the partial ones, to the running softmax.
 
     m [BLOCK_M] is the largest raw score so far, l [BLOCK_M] the sum of the weights exp2(scale_log2 * (score - m)), acc
     [BLOCK_M, BLOCK_D] their weighted sum of v.
     """
-    for i in range(tiles.num_visited(begin, full_begin, full_end, end, MASKED)):
-        first = tiles.visited(i, begin, full_begin, full_end, MASKED) * BLOCK_N
+    for i in range(tiles.num_tiles(lists_ptr, begin, full_begin, full_end, end, BLOCK_N, LISTED_N, MASKED)):
+        first = tiles.first_col(i, lists_ptr, begin, full_begin, full_end, BLOCK_N, LISTED_N, MASKED)
         k = tiles.load_tile(k_base, first, seq_k, k_row, k_dim, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         s = tiles.dot(q, tl.trans(k), None, PRECISION)
         if MASKED:

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
-from flashtrain.attention.portable.configs import Config
+from flashtrain.attention.portable.configs import Config, fit_blocks, listed_blocks
 from flashtrain.attention.portable.dkdv import _dkdv_kernel
 from flashtrain.attention.portable.dq import _dq_kernel
 from flashtrain.attention.portable.forward import _forward_kernel
@@ -49,19 +49,25 @@ def compile_kernel(
     group: int = 1,
     documents: bool = False,
     precision: str = "ieee",
+    blocks: tuple[int, ...] = (),
 ) -> Resources:
     """Compile the kernel "forward", "dq" or "dkdv" as a call with contiguous tensors would.
 
     capability: 90 for compute capability 9.0. documents: with the tables of a plan instead of the window formula.
+    blocks: queries and keys a block, for the walk over the lists of a block layout.
 
     Raises whatever the compiler raises.
     """
     function = KERNELS[kernel]
+    config = fit_blocks(config, blocks)
+    listed_m, listed_n = listed_blocks(config, blocks)
     constants: dict[str, object] = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded_head_dim(head_dim),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "LISTED_M": listed_m,
+        "LISTED_N": listed_n,
         "PRECISION": precision,
         "GROUP": group,
     }
@@ -70,7 +76,7 @@ def compile_kernel(
         name = parameter.name
         if name.endswith("_dim"):
             constants[name] = 1
-        if name in ("rows_ptr", "columns_ptr") and not documents:
+        if (name in ("rows_ptr", "columns_ptr") and not documents) or (name == "lists_ptr" and not blocks):
             constants[name] = None
         if name in constants:
             signature[name], constexprs[(index,)] = "constexpr", constants[name]
@@ -85,7 +91,7 @@ def compile_kernel(
 
 
 def _type_of(name: str, dtype: torch.dtype) -> str:
-    if name in ("rows_ptr", "columns_ptr"):
+    if name in ("rows_ptr", "columns_ptr", "lists_ptr"):
         return "*i32"
     if name in ("lse_ptr", "statistics_ptr"):
         return "*fp32"

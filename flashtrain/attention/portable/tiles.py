@@ -16,7 +16,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 # Arguments that change from call to call and are no reason to compile again. Strides are: alignment is worth it.
 VARYING = (
-    "stride_table", "all_heads", "num_heads", "group", "seq_q", "seq_k", "left", "right", "heads_together",
+    "stride_table", "num_lists", "lists_batch", "lists_head", "all_heads", "num_heads", "group", "seq_q", "seq_k",
+    "left", "right", "heads_together",
 )  # fmt: skip
 
 
@@ -112,6 +113,37 @@ def tile_of(program, num_blocks, num_heads, heads_together, LAST_FIRST: tl.const
 
 
 @triton.jit
+def listed_tile(lists, num_lists, owner, rank, LISTED: tl.constexpr, BLOCK: tl.constexpr):
+    """First row of the tile that is rank-th from the heaviest, and its block's number, of the head whose lists begin
+    with number `owner`. `lists` is in the form that `attention.lists` describes; a listed block is LISTED rows."""
+    TILES: tl.constexpr = LISTED // BLOCK
+    block = tl.load(lists + (2 * num_lists + 1 + owner) + rank // TILES)
+    return block * LISTED + rank % TILES * BLOCK, block
+
+
+@triton.jit
+def listed_run(lists, num_lists, number):
+    """begin, full_begin, full_end, end of list `number` as places in `lists`: full entries, then partial ones."""
+    begin, end = tl.load(lists + number), tl.load(lists + number + 1)
+    return begin, begin, tl.load(lists + (num_lists + 1) + number), end
+
+
+@triton.jit
+def intervals(table, stride_table, batch, first_row, num_rows, num_cols, left, right, BLOCK: tl.constexpr):
+    """lo, hi [BLOCK] as `visible_run` gives them."""
+    row = first_row + tl.arange(0, BLOCK)
+    if table is None:
+        shift = num_cols - num_rows
+        lo = tl.maximum(row + shift - left, 0)
+        hi = tl.minimum(row + shift + right + 1, num_cols)
+    else:
+        base = table + batch.to(tl.int64) * stride_table
+        lo = tl.load(base + row, mask=row < num_rows, other=0)
+        hi = tl.load(base + num_rows + row, mask=row < num_rows, other=0)
+    return lo, hi
+
+
+@triton.jit
 def visible_run(
     table,
     stride_table,
@@ -133,17 +165,11 @@ def visible_run(
         lo, hi [BLOCK]: the columns that each row sees; block numbers begin <= full_begin <= full_end <= end: the tile
         needs the blocks [begin, end), and in those of [full_begin, full_end) every element is visible.
     """
-    row = first_row + tl.arange(0, BLOCK)
+    lo, hi = intervals(table, stride_table, batch, first_row, num_rows, num_cols, left, right, BLOCK)
     if table is None:
-        shift = num_cols - num_rows
-        lo = tl.maximum(row + shift - left, 0)
-        hi = tl.minimum(row + shift + right + 1, num_cols)
         lo_min, lo_max, hi_min, hi_max = window_bounds(first_row, BLOCK, num_rows, num_cols, left, right)
     else:
-        base = table + batch.to(tl.int64) * stride_table
-        real = row < num_rows
-        lo = tl.load(base + row, mask=real, other=0)
-        hi = tl.load(base + num_rows + row, mask=real, other=0)
+        real = first_row + tl.arange(0, BLOCK) < num_rows
         # A row that sees nothing asks for no block and lets no block be full; rows past the end do neither.
         sees = lo < hi
         lo_min = tl.min(tl.where(sees, lo, num_cols), 0)
@@ -193,6 +219,25 @@ def visited(i, begin, full_begin, full_end, MASKED: tl.constexpr):
         on_the_left = full_begin - begin
         return tl.where(i < on_the_left, begin + i, full_end + i - on_the_left)
     return full_begin + i
+
+
+@triton.jit
+def num_tiles(lists, begin, full_begin, full_end, end, BLOCK: tl.constexpr, LISTED: tl.constexpr, MASKED: tl.constexpr):
+    """`num_visited` of a run of blocks, or of a list, in tiles of BLOCK columns."""
+    count = num_visited(begin, full_begin, full_end, end, MASKED)
+    return count if lists is None else count * (LISTED // BLOCK)
+
+
+@triton.jit
+def first_col(i, lists, begin, full_begin, full_end, BLOCK: tl.constexpr, LISTED: tl.constexpr, MASKED: tl.constexpr):
+    """First column of the i-th tile of `num_tiles`."""
+    if lists is None:
+        col = visited(i, begin, full_begin, full_end, MASKED) * BLOCK
+    else:
+        TILES: tl.constexpr = LISTED // BLOCK
+        block = tl.load(lists + visited(i // TILES, begin, full_begin, full_end, MASKED))
+        col = block * LISTED + i % TILES * BLOCK
+    return col
 
 
 @triton.jit

@@ -1,0 +1,74 @@
+"""What runs before and after the backward kernel, in plain Triton: delta, the rows' statistics, and dq in its own order
+and dtype. All of it is bound by memory.
+
+Tensors of the inputs' dtype are those that TMA can address: neighbours along head_dim, rows aligned to 16 bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rows_at(ptr, batch_head, num_heads, row, stride_batch, stride_head, stride_row, HEAD_DIM: tl.constexpr):
+    """Pointers to rows of one head, [number of rows, HEAD_DIM]."""
+    base = ptr + batch_head // num_heads * stride_batch + batch_head % num_heads * stride_head
+    ptrs = base + row.to(tl.int64)[:, None] * stride_row + tl.arange(0, HEAD_DIM)[None, :]
+    return tl.multiple_of(ptrs, (1, 16))
+
+
+@triton.jit(do_not_specialize=["num_heads", "seq_q"])
+def delta_kernel(
+    out_ptr, dout_ptr, delta_ptr, out_batch, out_head, out_row, dout_batch, dout_head, dout_row, num_heads, seq_q,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(out * dout), float32 [batch * num_heads, seq_q]."""
+    num_blocks = tl.cdiv(seq_q, ROWS)
+    head = (tl.program_id(0) // num_blocks).to(tl.int64)
+    row = tl.program_id(0) % num_blocks * ROWS + tl.arange(0, ROWS)
+    inside = (row < seq_q)[:, None]
+    out = tl.load(_rows_at(out_ptr, head, num_heads, row, out_batch, out_head, out_row, HEAD_DIM), inside, other=0.0)
+    dout_ptrs = _rows_at(dout_ptr, head, num_heads, row, dout_batch, dout_head, dout_row, HEAD_DIM)
+    dout = tl.load(dout_ptrs, inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(delta_ptr + head * seq_q + row, delta, mask=row < seq_q)
+
+
+@triton.jit(do_not_specialize=["lse_ptr", "delta_ptr", "seq_q", "padded", "all_rows"])
+def prepare_kernel(
+    lse_ptr, delta_ptr, statistics_ptr, dq_ptr, turns_ptr, seq_q, padded, all_rows,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """lse in base 2 and delta, float32 [2, all_rows], padded so that rows past the end get no weight; dq and with
+    ORDERED the turns, both of all rows, set to zero."""
+    num_blocks = padded // ROWS
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    head = (tl.program_id(0) // num_blocks).to(tl.int64)
+    row = tl.program_id(0) % num_blocks * ROWS + tl.arange(0, ROWS)
+    real = row < seq_q
+    lse = tl.load(lse_ptr + head * seq_q + row, mask=real, other=float("inf"))
+    delta = tl.load(delta_ptr + head * seq_q + row, mask=real, other=0.0)
+    padded_row = first + tl.arange(0, ROWS)
+    tl.store(statistics_ptr + padded_row, lse * 1.4426950408889634)
+    tl.store(statistics_ptr + all_rows + padded_row, delta)
+    tl.store(dq_ptr + first * HEAD_DIM + tl.arange(0, ROWS * HEAD_DIM), tl.zeros((ROWS * HEAD_DIM,), tl.float32))
+    if ORDERED:
+        TURNS: tl.constexpr = ROWS * HEAD_DIM // 8192  # a tile has two regions
+        turns_ptr += tl.program_id(0) * TURNS
+        tl.store(turns_ptr + tl.arange(0, TURNS), tl.zeros((TURNS,), tl.int32))
+
+
+@triton.jit(do_not_specialize=["num_heads", "seq_q", "padded"])
+def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, num_heads, seq_q, padded, scale, HEAD_DIM: tl.constexpr):
+    """dq = scale * the sum, from one region of 64 queries and 64 columns as the backward kernel's threads hold it."""
+    PARTS: tl.constexpr = HEAD_DIM // 64
+    regions = padded // 64 * PARTS
+    head = (tl.program_id(0) // regions).to(tl.int64)
+    region = tl.program_id(0) % regions
+    held = tl.load(sum_ptr + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
+    # Eight columns, warp, row and pair of columns in a warp, lower or upper eight rows, left or right of a pair.
+    total = held.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
+    row = region // PARTS * 64 + tl.arange(0, 64)
+    ptrs = _rows_at(dq_ptr + region % PARTS * 64, head, num_heads, row, dq_batch, dq_head, dq_row, 64)
+    tl.store(ptrs, (total * scale).to(dq_ptr.dtype.element_ty), mask=(row < seq_q)[:, None])
