@@ -31,13 +31,13 @@ from measuring.trained import Run, load_run
 from rich.console import Console
 from rich.progress import track
 
-from flashtrain.attention import choose_backend
 from flashtrain.config.schema import ClassifierConfig, ImagesConfig
 from flashtrain.data.image_set import PARTS
 from flashtrain.data.images import StoredImages, held_out_batches
 from flashtrain.data.pathfinder import PRESETS
 from flashtrain.data.pathfinder.statistics import marker_distances, shortcut_accuracy
 from flashtrain.data.release import DIFFICULTIES
+from flashtrain.training.attention_report import AttentionReport
 from flashtrain.training.classification import ClassificationTask
 from flashtrain.training.run_folder import git_commit, write_atomically
 
@@ -126,12 +126,12 @@ def evaluate_images(
     half = device.type == "cuda" and config.trainer.precision != "32-true"
     batch = arguments.batch or max(1, config.trainer.micro_batch_tokens // judged.source.images[0].size)
     predicted, rate = predict(task, judged.source, batch, half)
-    head = torch.empty(1, 1, 1, task.model.head_dim, dtype=torch.bfloat16 if half else torch.float32, device=device)
+    precision = "bf16-mixed" if half else "32-true"
     right = predicted == labels
     return {
         "evaluated": judged.about | {"side": judged.source.images.shape[1], "count": len(labels)},
-        "precision": "bf16-mixed" if half else "32-true",
-        "attention_backend": choose_backend("auto", head),
+        "precision": precision,
+        "attention_backend": " and ".join(AttentionReport(task.masks, precision, device).backends),
         "batch": batch,
         **share(right),
         "classes": [{"class": c, **share(right[labels == c])} for c in range(classifier.num_classes)],

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-_said: set[tuple[object, ...]] = set()
+_said: set[object] = set()  # lines, and the calls that they were about
 
 
 @overload
@@ -174,4 +174,6 @@ def _say_once(requested: str, chosen: str, q: Tensor, blocks: tuple[int, ...], g
         line += f": {reason}"
     if chosen in ("sdpa", "standard"):
         line += f": {supported('portable', q) or 'Triton interprets its kernels here, for tests'}"
-    _log.info(line)
+    if line not in _said:
+        _said.add(line)
+        _log.info(line)

@@ -36,12 +36,12 @@ _library.define(
     f"{_LIMITS}, float scale, str backend, bool deterministic) -> (Tensor, Tensor, Tensor)"
 )
 
-# backend name -> module with forward, delta and backward. `kernels_of` adds the others when they are first used.
+# backend name -> module with forward, delta, backward and gradients. `kernels_of` adds others when they are first used.
 KERNELS: dict[str, ModuleType] = {"portable": portable}
 
 
 def kernels_of(backend: str) -> ModuleType:
-    """The module with a backend's forward, delta and backward."""
+    """The module with a backend's forward, delta, backward and gradients."""
     if backend not in KERNELS:  # Gluon is only loaded where there is a Hopper GPU
         KERNELS[backend] = importlib.import_module(f"flashtrain.attention.{backend}")
     return KERNELS[backend]
@@ -140,10 +140,10 @@ class _Direct(torch.autograd.Function):
             # Rare ways, and those where somebody watches: by the operators, which also refuse a second derivative.
             return *_gradients(ctx, dout, dlse), None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
-        kernels = kernels_of(ctx.backend)
-        delta = kernels.delta(out, dout, dlse)
-        dq, dk, dv = kernels.backward(dout, q, k, v, lse, delta, ctx.limits, ctx.scale, ctx.deterministic)
-        return dq, dk, dv, None, None, None, None
+        grads = kernels_of(ctx.backend).gradients(
+            dout, q, k, v, out, lse, dlse, ctx.limits, ctx.scale, ctx.deterministic
+        )
+        return *grads, None, None, None, None
 
 
 def flash_attention(

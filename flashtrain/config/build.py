@@ -49,15 +49,15 @@ def leaf_types() -> dict[str, Any]:
     return dict(_leaves(Config, ""))
 
 
-def optional_sections() -> list[str]:
-    """The sections that may be null."""
-    hints = get_type_hints(Config, include_extras=True)
-    return [name for name, wanted in hints.items() if _section_type(wanted) not in (None, wanted)]
+def optional_keys() -> list[str]:
+    """Dotted names of what a run may lack: sections that may be null, and keys that may be left out."""
+    return list(_optional(Config, ""))
 
 
-def unknown_key(key: str) -> str:
-    """The complaint about a key that does not exist, with the nearest one that does."""
-    known = [*leaf_types(), *(field.name for field in dataclasses.fields(Config))]
+def unknown_key(key: str, known: Sequence[str] | None = None) -> str:
+    """The complaint about a key that does not exist, with the nearest of those that do (`known`; None: all)."""
+    if known is None:
+        known = [*leaf_types(), *(field.name for field in dataclasses.fields(Config))]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not close:  # the right name in the wrong section, or without one
         last = key.rsplit(".", 1)[-1]
@@ -132,7 +132,9 @@ def _section(section: type, raw: Any, prefix: str, problems: list[str]) -> Any:
         problems.append(f"{prefix.rstrip('.')}={raw!r}: expected a section with keys of its own")
         return None
     hints = get_type_hints(section, include_extras=True)
-    problems.extend(unknown_key(f"{prefix}{key}") for key in raw if key not in hints)
+    # A section that is an item of a list has no key of its own.
+    known = None if prefix or section is Config else list(hints)
+    problems.extend(unknown_key(f"{prefix}{key}", known) for key in raw if key not in hints)
     values: dict[str, Any] = {}
     defaults = {f.name: f.default for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING}
     for name, wanted in hints.items():
@@ -161,6 +163,16 @@ def _leaves(section: type, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", wanted
+
+
+def _optional(section: type, prefix: str) -> Iterator[str]:
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    for name, wanted in get_type_hints(section, include_extras=True).items():
+        inner = _section_type(wanted)
+        if inner is not None and inner is wanted:
+            yield from _optional(inner, f"{prefix}{name}.")
+        elif inner is not None or fields[name].default is not dataclasses.MISSING:
+            yield f"{prefix}{name}"
 
 
 def _section_type(wanted: Any) -> type | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -19,7 +20,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flashtrain.config.build import ConfigError, build, convert, leaf_types, optional_sections, unknown_key
+from flashtrain.config.build import ConfigError, build, convert, leaf_types, optional_keys, unknown_key
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
@@ -37,7 +38,7 @@ def check_overrides(arguments: Sequence[str], conf: Path) -> None:
     """
     problems: list[str] = []
     seen: set[str] = set()
-    right: list[str] = []
+    right: list[Override] = []
     for text in overrides_of(arguments):
         try:
             override = OverridesParser.create().parse_override(text)
@@ -52,35 +53,68 @@ def check_overrides(arguments: Sequence[str], conf: Path) -> None:
             own.append(f"{key} is given twice; keep one")
         seen.add(key)
         problems.extend(own)
-        if not own and not override.is_sweep_override():
-            right.append(text)
-    absent = _keys_of_absent_sections(right, conf)
+        if not own:
+            right.append(override)
+    absent = _absent_keys(right, conf)
     problems.extend(absent.values())
-    right = [text for text in right if text not in absent]
+    rest = [str(o.input_line) for o in right if o.key_or_group not in absent and not o.is_sweep_override()]
     if problems:
-        raise ConfigError([*problems, *_problems_of_the_rest(right, conf)])
+        raise ConfigError([*problems, *_problems_of_the_rest(rest, conf)])
 
 
-def _keys_of_absent_sections(overrides: list[str], conf: Path) -> dict[str, str]:
-    """Overrides of keys in sections that are null in this run, each with the complaint about it."""
-    inside = [text for text in overrides if text.lstrip("+").split(".")[0] in optional_sections() and "." in text]
-    if not inside:
-        return {}
-    groups = [text for text in overrides if (conf / text.split("=")[0]).is_dir()]
+def _absent_keys(overrides: Sequence[Override], conf: Path) -> dict[str, str]:
+    """Keys that are right, yet not in this run, for what it chooses of a group; each with the complaint about it."""
+    optional = tuple(optional_keys())
+    complaints: dict[str, str] = {}
+    for override in overrides:
+        key = override.key_or_group
+        if "." not in key or not any(key == name or key.startswith(f"{name}.") for name in optional):
+            continue
+        group = key.split(".")[0]
+        for who, composed in _composed(overrides, group, conf):
+            missing = _missing(composed, key)
+            if missing is not None:
+                what = f"key {missing}" if missing == key else f"section {missing}"
+                choices = ", ".join(_choices_with(missing, conf))
+                complaints[key] = (
+                    f"{override.input_line}: {who} has no {what}; choose one ({choices}) or an experiment with one"
+                )
+    return complaints
+
+
+def _composed(overrides: Sequence[Override], group: str, conf: Path) -> list[tuple[str, Any]]:
+    """The runs that a command line makes of its choice, or choices, of a group: what to call each, and its keys."""
+    groups = [override for override in overrides if (conf / override.key_or_group).is_dir()]
+    fixed = [str(override.input_line) for override in groups if not override.is_sweep_override()]
+    swept = [override for override in groups if override.is_sweep_override() and override.key_or_group == group]
+    choices = [[f"{group}={value}"] for override in swept for value in _values(override)] or [[]]
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            composed = compose("config", groups)
+            return [
+                (f"the run with {choice[0]}" if choice else "this run",
+                 OmegaConf.to_container(compose("config", [*fixed, *choice])))
+                for choice in choices
+            ]  # fmt: skip
     except (HydraException, OmegaConfBaseException):
-        return {}  # Hydra tells it when it composes the run
-    complaints = {}
-    for text in inside:
-        section = text.lstrip("+").split(".")[0]
-        if composed[section] is None:
-            choices = ", ".join(f"{section}={path.stem}" for path in sorted((conf / section).glob("*.yaml")))
-            complaints[text] = (
-                f"{text}: this run has no section {section}; choose one ({choices}) or an experiment with one"
-            )
-    return complaints
+        return []  # Hydra tells it when it composes the run
+
+
+def _missing(tree: Any, key: str) -> str | None:
+    """The first part of a dotted key that a tree does not have, or of which it has no more than null."""
+    names = key.split(".")
+    for end, name in enumerate(names, 1):
+        if not isinstance(tree, dict) or name not in tree or (tree[name] is None and end < len(names)):
+            return ".".join(names[:end])
+        tree = tree[name]
+    return None
+
+
+def _choices_with(key: str, conf: Path) -> Iterator[str]:
+    """Choices of the key's group that have it."""
+    group, *rest = key.split(".")
+    for path in sorted((conf / group).glob("*.yaml")):
+        if not rest or _missing(yaml.safe_load(path.read_text()), ".".join(rest)) is None:
+            yield f"{group}={path.stem}"
 
 
 def _problems_of_the_rest(overrides: list[str], conf: Path) -> Sequence[str]:
@@ -103,6 +137,9 @@ def _problems_of(override: Override, key: str, conf: Path) -> Iterator[str]:
         for value in _values(override):
             if value is not None and str(value) not in choices:
                 yield _unknown_choice(key, str(value), choices)
+    elif any(known.startswith(f"{key}.") for known in types):
+        first = next(known for known in types if known.startswith(f"{key}."))
+        yield f"{override.input_line}: {key} is a section with keys of its own; give one of them, such as {first}=..."
     elif key not in types:
         yield unknown_key(key)
     elif override.is_delete():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from flashtrain.config.layout_rules import broken_layout_rules
 from flashtrain.config.schema import Config, DataConfig, ImagesConfig, ModelConfig
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -16,6 +17,7 @@ def broken_rules(config: Config) -> Iterator[str]:
     yield from _model(config.model)
     yield from _data(config.data)
     yield from _training(config)
+    yield from broken_layout_rules(config)
     yield from _classification(config)
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 Size = Annotated[int, "size"]
@@ -38,9 +38,52 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class LayoutConfig:
+    name: Literal[
+        "dense",
+        "local_global",
+        "window_sinks",
+        "dilated",
+        "butterfly",
+        "bigbird",
+        "strided",
+        "fixed",
+        "random_blocks",
+        "tiles_2d",
+        "from_mask",
+    ]
+    block: Literal[64, 128, "128x64"] | None = None
+    window: int | None = None
+    global_blocks: int | None = None
+    dilation: int | None = None
+    after: int | None = None
+    sinks: int | None = None
+    max_stride: int | None = None
+    random: int | None = None
+    density: float | None = None
+    seed: int | None = None
+    per_head: bool | None = None
+    stride: int | None = None
+    summary: int | None = None
+    reach: int | None = None
+    path: str | None = None
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     backend: Literal["auto", "hopper", "portable", "sdpa", "standard"]
     window: Size | None
+    layout: LayoutConfig | None = None
+    alternate_with: tuple[LayoutConfig, ...] = ()
+    dense_every: int | None = None
+
+    @property
+    def layouts(self) -> tuple[LayoutConfig, ...]:
+        """The layouts that the layers take in turn, each with its block; none where all layers are dense."""
+        if self.layout is None:
+            return ()
+        block = self.layout.block or 128
+        return tuple(replace(each, block=each.block or block) for each in (self.layout, *self.alternate_with))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ def generate(
     top_k: int | None = 50,
     generator: torch.Generator,
     plan_for: Callable[[int], Any],
+    round_to: int = 1,
 ) -> list[int]:
     """Continue a prompt; the same generator state gives the same tokens.
 
@@ -32,6 +33,8 @@ def generate(
         top_k: sample among so many most likely tokens; None among all.
         generator: on any device; it advances by one draw per token.
         plan_for: the attention plan for a sequence of the given length (causal, batch of one).
+        round_to: fill the context up to a multiple of so many tokens, which nothing before them sees, so that one plan
+            serves many steps.
 
     Returns:
         The prompt and the new token ids.
@@ -51,9 +54,11 @@ def generate(
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            context = torch.tensor([ids[-model.seq_len :]], device=device)
-            hidden = model(context, plan_for(context.shape[1]))
-            logits = model.logits(hidden[0, -1]).float()
+            context = ids[-model.seq_len :]
+            length = min(-(-len(context) // round_to) * round_to, model.seq_len)
+            filled = torch.tensor([context + [0] * (length - len(context))], device=device)
+            hidden = model(filled, plan_for(length))
+            logits = model.logits(hidden[0, len(context) - 1]).float()
             ids.append(_sample(logits, temperature, top_k, generator))
     finally:
         model.train(was_training)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from flashtrain.attention import Full, Plan, attention, lower
+from flashtrain.attention import Full, attention
 from flashtrain.config import Config, format_size, to_dict
 from flashtrain.config.schema import ClassifierConfig, ImagesConfig
 from flashtrain.data.image_set import ImageSet, open_npz
@@ -25,6 +25,7 @@ from flashtrain.models.classifier import Classifier
 from flashtrain.training.checkpoints import Identity
 from flashtrain.training.stream import step_loader
 from flashtrain.training.task import Task
+from flashtrain.training.visibility import LayerMasks, Plans, visible_pairs
 
 
 class ClassificationTask(Task):
@@ -38,6 +39,7 @@ class ClassificationTask(Task):
         super().__init__(config, Classifier(config.model, classifier, attend, seq_len=config.seq_len))
         self.head_size = classifier.dense_classes  # the label's head sees one vector an image
         self.dense_weight = classifier.dense_weight
+        self.masks = LayerMasks(config, Full(), positional=False)
 
     def loss_sum(self, batch: ImageBatch) -> Tensor:
         batch = self.to_device(batch)
@@ -54,15 +56,14 @@ class ClassificationTask(Task):
         loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
         return torch.stack([loss, (logits.argmax(-1) == batch.labels).sum().to(loss.dtype)])
 
-    def plan(self, images: Tensor) -> Plan:
-        """Every pixel sees every pixel."""
-        seq_len = images[0].numel()
-        return lower(Full(), len(images), seq_len, seq_len, self.device)
+    def plan(self, images: Tensor) -> Plans:
+        """Every pixel sees every pixel, but for the block layouts of the layers."""
+        return self.masks.lower(len(images), images[0].numel(), self.device)
 
     def _logits(self, batch: ImageBatch) -> tuple[Tensor, Tensor | None]:
-        plan = self.plan(batch.images)
-        self.visible_pairs += plan.visible_pairs * len(batch.images)
-        return self._forward[0](batch.images, plan)
+        plans = self.plan(batch.images)
+        self.visible_pairs += visible_pairs(plans) * len(batch.images)
+        return self._forward[0](batch.images, plans)
 
 
 def dense_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from flashtrain.attention import Causal, Documents, Mask, Plan, SlidingWindow, attention, lower
+from flashtrain.attention import Causal, Documents, Mask, SlidingWindow, attention
 from flashtrain.config import Config, format_size
 from flashtrain.data.batch import Batch
 from flashtrain.models.generate import generate
@@ -20,6 +20,7 @@ from flashtrain.models.gpt import GPT
 from flashtrain.models.loss import cross_entropy_sum
 from flashtrain.training.task import Task, fold_seed
 from flashtrain.training.text import TextData
+from flashtrain.training.visibility import LayerMasks, Plans, visible_pairs
 
 logger = logging.getLogger("flashtrain")
 
@@ -33,28 +34,27 @@ class LanguageTask(Task):
         attend = functools.partial(attention, backend=config.attention.backend)
         super().__init__(config, GPT(config.model, vocab_size, config.seq_len, attend))
         self.head_size = vocab_size
+        self.masks = LayerMasks(config, mask_of(config), positional=True)
 
     def loss_sum(self, batch: Batch) -> Tensor:
         batch = self.to_device(batch)
-        plan = self.plan(batch)
-        self.visible_pairs += plan.visible_pairs * len(batch.tokens)
-        hidden = self._forward[0](batch.tokens, plan, batch.positions)
+        plans = self.plan(batch)
+        self.visible_pairs += visible_pairs(plans) * len(batch.tokens)
+        hidden = self._forward[0](batch.tokens, plans, batch.positions)
         total, _ = cross_entropy_sum(
             hidden, self.model.head_weight, batch.targets, chunk_tokens=self.config.memory.loss_chunk_tokens
         )
         return total
 
-    def plan(self, batch: Batch) -> Plan:
-        """What each token of the batch may attend to, lowered once for all layers."""
+    def plan(self, batch: Batch) -> Plans:
+        """What each token of the batch may attend to, lowered once for all layers or for those of one layout."""
         rows, seq_len = batch.tokens.shape
-        mask = mask_of(self.config)
-        if batch.documents is not None:
-            mask = mask & Documents(batch.documents)
-        return lower(mask, rows, seq_len, seq_len, self.device)
+        documents = None if batch.documents is None else Documents(batch.documents)
+        return self.masks.lower(rows, seq_len, self.device, documents)
 
-    def plan_of_length(self, seq_len: int) -> Plan:
+    def plan_of_length(self, seq_len: int) -> Plans:
         """The plan of one sequence of `seq_len` tokens, for sampling."""
-        return lower(mask_of(self.config), 1, seq_len, seq_len, self.device)
+        return self.masks.lower(1, seq_len, self.device)
 
 
 class LanguageWork:
@@ -106,8 +106,9 @@ class LanguageWork:
         generator = torch.Generator().manual_seed(fold_seed(self.config.seed, step))
         with self.task.averaged(), self.task.trainer.precision_plugin.val_step_context():
             ids = generate(
-                self.task.model, [tokenizer.eod], length, generator=generator, plan_for=self.task.plan_of_length
-            )
+                self.task.model, [tokenizer.eod], length, generator=generator, plan_for=self.task.plan_of_length,
+                round_to=self.task.masks.block,
+            )  # fmt: skip
         show(step, "sample", tokenizer.decode(ids[1:]))
 
     def at_end(self, figures: dict[str, float]) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class LanguageWork:
 
 
 def mask_of(config: Config) -> Mask:
-    """The mask that the configuration asks for, without the documents of a batch."""
+    """The mask of all layers, without block layouts and the documents of a batch."""
     window = config.attention.window
     return Causal() if window is None else Causal() & SlidingWindow(window - 1, 0)
 

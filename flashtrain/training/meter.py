@@ -70,11 +70,11 @@ class _Clock:
 @dataclass
 class _Pending:
     row: Row
-    figures: Tensor  # loss, grad_norm, first step that was not finite (-1: none), on the host once `end` has passed
+    # Loss, grad_norm, first step that was not finite (-1: none), visible pairs; on the host once `end` has passed.
+    figures: Tensor
     start: _Clock
     end: _Clock
-    tokens: int
-    flops: float
+    sequences: int
     extra: Row = field(default_factory=dict)
 
 
@@ -82,7 +82,8 @@ class Meter(pl.Callback):
     """Counts tokens, time and FLOPs, and hands a row to `on_row` for each logged step.
 
     MFU is model FLOPs a second over the device's dense peak. The FLOPs are `models.flops.model_flops` (3 x forward)
-    with attention counted for the visible pairs only: a causal mask counts half of the square, a window its band.
+    with attention counted for the visible pairs of each layer only: a causal mask counts half of the square, a window
+    its band, a block layout its blocks.
     """
 
     def __init__(
@@ -103,14 +104,14 @@ class Meter(pl.Callback):
         self.last_row: Row = {}
         self._pending: deque[_Pending] = deque()
         self._interval: _Clock | None = None
-        self._tokens = 0
-        self._flops = 0.0
+        self._sequences = 0
+        self._pairs: float | Tensor = 0.0
         self._rates: list[tuple[float, float | None]] = []
         self._first_bad = torch.full((), -1.0, device=device)
 
     def start_interval(self) -> None:
         """Start counting time and tokens afresh: at the start, and after validation or a checkpoint."""
-        self._interval, self._tokens, self._flops = None, 0, 0.0
+        self._interval, self._sequences, self._pairs = None, 0, 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         if self._interval is None:
@@ -119,10 +120,8 @@ class Meter(pl.Callback):
     def step_done(self, step: int, task: Task) -> None:
         """Count a finished optimiser step; `step` is the number of steps done, 1 after the first."""
         config = self.config
-        sequences = config.sequences_per_step
-        self._tokens += sequences * config.seq_len
-        pairs = task.visible_pairs / sequences
-        self._flops += sequences * model_flops(config.model, self.head_size, config.seq_len, pairs).training
+        self._sequences += config.sequences_per_step
+        self._pairs = self._pairs + task.visible_pairs
         unnoticed = (self._first_bad < 0) & ~task.finite
         self._first_bad = torch.where(unnoticed, torch.full_like(self._first_bad, step), self._first_bad)
         if step % config.trainer.log_every_n_steps == 0 or step == config.trainer.max_steps:
@@ -173,7 +172,10 @@ class Meter(pl.Callback):
 
     def _log(self, step: int, task: Task) -> None:
         assert self._interval is not None
-        figures = torch.stack([task.loss.double(), task.grad_norm.double(), self._first_bad.double()])
+        pairs = self._pairs
+        if not isinstance(pairs, Tensor):
+            pairs = torch.full((), pairs, dtype=torch.float64, device=self.device)
+        figures = torch.stack([task.loss.double(), task.grad_norm.double(), self._first_bad.double(), pairs])
         if self.device.type == "cuda":
             host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
             figures = host.copy_(figures, non_blocking=True)
@@ -185,16 +187,18 @@ class Meter(pl.Callback):
         }
         end = _Clock.now(self.device)
         self.flush(wait=False)
-        self._pending.append(_Pending(row, figures, self._interval, end, self._tokens, self._flops))
-        self._interval, self._tokens, self._flops = end, 0, 0.0
+        self._pending.append(_Pending(row, figures, self._interval, end, self._sequences))
+        self._interval, self._sequences, self._pairs = end, 0, 0.0
 
     def _write(self, pending: _Pending) -> None:
-        loss, grad_norm, first_bad = pending.figures.tolist()
+        loss, grad_norm, first_bad, pairs = pending.figures.tolist()
         if first_bad >= 0:
             raise Diverged(int(first_bad))
         seconds = pending.end.since(pending.start)
-        rate = pending.tokens / seconds
-        mfu = None if self.peak is None else pending.flops / seconds / self.peak
+        config, sequences = self.config, pending.sequences
+        rate = sequences * config.seq_len / seconds
+        flops = sequences * model_flops(config.model, self.head_size, config.seq_len, pairs / sequences).training
+        mfu = None if self.peak is None else flops / seconds / self.peak
         self._rates.append((rate, mfu))
         row = {**pending.row, "train_loss": loss, "grad_norm": grad_norm, "tokens_per_second": rate, "mfu": mfu}
         self.last_row = {**row, **pending.extra}

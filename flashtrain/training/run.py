@@ -12,9 +12,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from flashtrain.attention import choose_backend
 from flashtrain.config import Config
 from flashtrain.training import checkpoints as ckpt
+from flashtrain.training.attention_report import AttentionReport
 from flashtrain.training.classification import ClassificationWork
 from flashtrain.training.curriculum import Progress, describe, stage_config
 from flashtrain.training.hardware import choose_device, choose_precision, device_name, peak_memory_gib
@@ -106,8 +106,9 @@ class _Run:
         if config.model.init_from is not None and self.resume_from is None:
             warm_start(self.task.model, config.model.init_from, config.runs_dir)
         self.task.model.checkpoint_blocks = checkpoint_blocks(self.work.config, self.precision, device)
-        self.facts = self._facts()
-        for line in self._banner():
+        attention = AttentionReport(self.task.masks, self.precision, device)
+        self.facts = self._facts(attention)
+        for line in self._banner(attention):
             logger.info("%s", line)
         if config.schedule.warmup_steps > config.trainer.max_steps:
             logger.warning(
@@ -172,8 +173,10 @@ class _Run:
         self.work = _work_of(stage_config(self.config, progress.stage), self.config)
         self.task = self.work.build_task()
         self.task.model.checkpoint_blocks = checkpoint_blocks(self.work.config, self.precision, self.device)
-        self.facts |= self.work.facts()
-        logger.info("%s", describe(self.config, progress))
+        attention = AttentionReport(self.task.masks, self.precision, self.device)
+        self.facts |= attention.facts() | self.work.facts()
+        for line in (describe(self.config, progress), *attention.lines()):
+            logger.info("%s", line)
         if self._compiles():
             self.task.compile_model()
 
@@ -221,23 +224,21 @@ class _Run:
             logger.info("%s stopped before its first checkpoint: starting it afresh", self.folder.run_id)
         return start
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self, attention: AttentionReport) -> dict[str, Any]:
         """What the summary says beside the figures."""
         assert self.device is not None
-        dtype = torch.float32 if self.precision == "32-true" else torch.bfloat16
-        head = torch.empty(1, 1, 1, self.task.model.head_dim, dtype=dtype, device=self.device)
         return {
-            "attention_backend": choose_backend(self.config.attention.backend, head),
+            **attention.facts(),
             "device": device_name(self.device),
             "precision": self.precision,
             **self.work.facts(),
         }
 
-    def _banner(self) -> list[str]:
+    def _banner(self, attention: AttentionReport) -> list[str]:
         config = self.work.config
         per_step, per_micro = config.sequences_per_step, config.sequences_per_micro_batch
         # The Hopper kernels sum dq in any order; where the order must not change, the slower kernels do it.
-        fixed_order = config.trainer.deterministic and self.facts["attention_backend"] == "hopper"
+        fixed_order = config.trainer.deterministic and "hopper" in attention.backends
         slower = " (backward pass by portable, for trainer.deterministic)" if fixed_order else ""
         blocks = "each block computed again in the backward pass" if self.task.model.checkpoint_blocks else "all kept"
         lines = [
@@ -246,6 +247,7 @@ class _Run:
             f"step: {per_step} sequences, {per_step * config.seq_len:,} tokens, in micro-batches of {per_micro}",
             f"device {self.facts['device']}, {self.precision}, attention {self.facts['attention_backend']}{slower}, "
             f"{'compiled' if self._compiles() else 'not compiled'}",
+            *attention.lines(),
             f"memory: activations {blocks}, logits of {config.memory.loss_chunk_tokens:,} tokens at once",
         ]
         if self.resume_from is not None:

@@ -22,6 +22,7 @@ from flashtrain.config import Config
 from flashtrain.training.averaging import AveragedWeights
 from flashtrain.training.optimizers import build_optimizer, clip_gradients, set_learning_rate, skip_if_not_finite
 from flashtrain.training.schedules import learning_rate
+from flashtrain.training.visibility import LayerMasks
 
 if TYPE_CHECKING:
     from flashtrain.models.classifier import Classifier
@@ -45,11 +46,14 @@ class Task(pl.LightningModule, ABC):
     """A model, its loss and its optimiser step; subclasses say what the loss of a micro-batch is.
 
     Attributes that callbacks read after a step: `loss` (mean over the step's targets), `grad_norm`, `finite` (device
-    scalars), `lr`, `visible_pairs` (of the whole step), `unfinished` (the step was given up half-way).
+    scalars), `lr`, `visible_pairs` (of the whole step, a head's mean over layers; on the device where only that knows
+    them), `unfinished` (the step was given up half-way).
     """
 
     # What `measure` sums up, in order.
     FIGURES: ClassVar[tuple[str, ...]] = ("loss",)
+    # What each layer may attend to.
+    masks: LayerMasks
     # Rows of the head that every token is multiplied with, for the count of FLOPs.
     head_size: int
 
@@ -62,7 +66,8 @@ class Task(pl.LightningModule, ABC):
         self._forward: tuple[Callable[..., Any]] = (model,)
         self.give_up: Callable[[], bool] = lambda: False
         self.loss = self.grad_norm = self.finite = torch.zeros(())
-        self.lr, self.visible_pairs, self.unfinished = 0.0, 0.0, False
+        self.lr, self.unfinished = 0.0, False
+        self.visible_pairs: float | Tensor = 0.0
         decay = config.optimizer.ema_decay
         self.average = None if decay is None else AveragedWeights(model, decay)
 

@@ -22,12 +22,13 @@ from flashtrain.config import Config, build
 from flashtrain.data.batch import Batch
 from flashtrain.models.flops import model_flops
 from flashtrain.training.hardware import choose_precision, peak_flops
-from flashtrain.training.language import LanguageTask
+from flashtrain.training.language import LanguageTask, mask_of
 from flashtrain.training.memory import checkpoint_blocks
 from flashtrain.training.meter import Meter
 from flashtrain.training.optimizers import build_optimizer
 from flashtrain.training.run import make_trainer
 from flashtrain.training.task import fold_seed
+from flashtrain.training.visibility import LayerMasks, visible_pairs
 from measuring import ROOT
 from measuring.environment import StateReading
 from measuring.report import Unavailable
@@ -252,8 +253,9 @@ def trainer_of(model: str, peers: dict[str, Path | None]) -> Callable[..., float
 
 
 def step_flops(config: Config, vocab: int) -> float:
-    """Model FLOPs of an optimiser step with causal attention, by `flashtrain.models.flops`."""
-    pairs = config.seq_len * (config.seq_len + 1) / 2
+    """Model FLOPs of an optimiser step with the masks of the layers, by `flashtrain.models.flops`."""
+    masks = LayerMasks(config, mask_of(config), positional=True)
+    pairs = float(visible_pairs(masks.lower(1, config.seq_len, torch.device("cpu"))))
     return config.sequences_per_step * model_flops(config.model, vocab, config.seq_len, pairs).training
 
 

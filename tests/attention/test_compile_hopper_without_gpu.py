@@ -53,6 +53,38 @@ for name, head_dim, dtype, short, group, mask, _ in json.loads(sys.argv[1]):
         resources = compile_backward(head_dim, dtype, BACKWARD[head_dim], group, name == "ordered", **mask)
     print(json.dumps(dataclasses.asdict(resources)), flush=True)
 """
+# What `calls` would launch, on CPU tensors, without launching it.
+LAUNCHES = """
+import sys
+import torch
+from flashtrain.attention import Causal, Documents, layouts, lower
+from flashtrain.attention.hopper import calls
+
+def launch(kernel, q, setup, arguments):
+    given = [*arguments, *setup.values]
+    names = kernel.arg_names
+    assert len(given) == len(names), (kernel, len(given), len(names))
+    assert list(setup.constants) == names[len(arguments):], kernel
+    for name, value in zip(names, given):
+        tensor = getattr(value, "base", value)
+        assert name.endswith(("_ptr", "_desc")) == isinstance(tensor, torch.Tensor), (kernel, name, value)
+        integers = name in ("rows_ptr", "columns_ptr", "lists_ptr", "turns_ptr")
+        assert not isinstance(tensor, torch.Tensor) or (tensor.dtype == torch.int32) == integers, (kernel, name)
+    print(kernel.fn.__name__ if hasattr(kernel, "fn") else kernel.__name__)
+
+calls.launch = launch
+q = torch.randn(2, 4, 300, 64, dtype=torch.bfloat16)
+k = torch.randn(2, 2, 300, 64, dtype=torch.bfloat16)
+for mask in (None, Causal(), Documents(((100, 200),)), layouts.butterfly(300) & Causal()):
+    limits = lower(mask, 2, 300, 300, "cpu").limits
+    for deterministic in (False, True):
+        if deterministic and limits.blocks:
+            continue  # the portable kernels'
+        out, lse = calls.forward(q, k, k, limits, 0.125)
+        calls.gradients(q, q, k, k, out, lse, None, limits, 0.125, deterministic)
+        delta = calls.delta(out, q, None)
+        calls.backward(q, q, k, k, lse, delta, limits, 0.125, deterministic)
+"""
 # A folder with another Triton, such as one filled by pip install --target.
 OTHER_TRITON = os.environ.get("FLASHTRAIN_OTHER_TRITON")
 
@@ -79,3 +111,14 @@ def test_a_hopper_kernel_fits_its_gpu(compiled: list[dict[str, int]], number: in
     assert resources["spilled_bytes"] <= allowed, resources
     assert resources["registers"] > 32, resources
     assert not resources["serialized"], resources
+
+
+def test_every_launch_hands_its_kernel_what_it_takes() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", LAUNCHES]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert set(result.stdout.split()) == {
+        "forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel", "delta_kernel",
+    }  # fmt: skip

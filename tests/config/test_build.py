@@ -44,8 +44,8 @@ def test_every_key_of_the_schema_is_explained_in_the_yaml():
     for file in CONF.rglob("*.yaml"):
         lines = file.read_text().splitlines()
         for above, line in itertools.pairwise(lines):
-            if above.startswith("#") and ":" in line and not line.startswith(("#", " ")):
-                explained.add(line.split(":")[0])
+            if above.lstrip().startswith("#") and ":" in line and not line.lstrip().startswith("#"):
+                explained.add(line.split(":")[0].strip())
     wanted = {key.rsplit(".", 1)[-1] for key in leaf_types()}
     assert wanted - explained == set()
 

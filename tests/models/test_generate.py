@@ -20,6 +20,18 @@ def test_sampling_is_a_function_of_the_generator(make_gpt):
     assert all(0 <= token < 257 for token in first)
 
 
+@pytest.mark.parametrize("modern", [False, True])
+def test_filled_contexts_give_the_same_tokens_with_one_plan_for_many_steps(make_gpt, modern):
+    model, lengths = make_gpt(modern=modern, seq_len=20), []
+
+    def plan_for(length):
+        lengths.append(length)
+
+    plain = run(model, [1, 2, 3], 30)
+    assert run(model, [1, 2, 3], 30, plan_for=plan_for, round_to=8) == plain
+    assert set(lengths) == {8, 16, 20}  # never beyond the model's context
+
+
 @pytest.mark.parametrize("greedy", [{"temperature": 0}, {"top_k": 1}])
 def test_greedy_takes_the_most_likely_token(make_gpt, greedy):
     model = make_gpt().eval()

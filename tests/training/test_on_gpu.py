@@ -28,8 +28,17 @@ class _NoSynchronisation(pl.Callback):
             torch.cuda.set_sync_debug_mode("default")
 
 
+SPARSE = (
+    "attention=block_sparse", "attention.layout.block=64", "attention.layout.window=0", "attention.dense_every=2",
+    "seq_len=256", "trainer.batch_tokens=1k", "trainer.micro_batch_tokens=512",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "attention", [(), SPARSE, (*SPARSE, "trainer.compile=true")], ids=["dense", "sparse", "compiled"]
+)
 @pytest.mark.parametrize("borders", ["false", "true"])
-def test_a_steady_step_never_waits_for_the_gpu(make_config, tmp_path, monkeypatch, borders):
+def test_a_steady_step_never_waits_for_the_gpu(make_config, tmp_path, monkeypatch, borders, attention):
     make_trainer = run_module.make_trainer
     monkeypatch.setattr(
         run_module,
@@ -40,7 +49,7 @@ def test_a_steady_step_never_waits_for_the_gpu(make_config, tmp_path, monkeypatc
     )
     config = make_config(
         *ON_GPU, "run_id=steady", f"data.document_borders={borders}", "trainer.log_every_n_steps=6",
-        "trainer.val_every_n_steps=12", "trainer.checkpoint_every_n_steps=12",
+        "trainer.val_every_n_steps=12", "trainer.checkpoint_every_n_steps=12", *attention,
     )  # fmt: skip
     try:
         assert run_module.run(config, []) == 0

@@ -18,6 +18,19 @@ def _rows_at(ptr, batch_head, num_heads, row, stride_batch, stride_head, stride_
     return tl.multiple_of(ptrs, (1, 16))
 
 
+@triton.jit
+def _delta_of(
+    out_ptr, dout_ptr, head, num_heads, row, seq_q, out_batch, out_head, out_row, dout_batch, dout_head, dout_row,
+    HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """rowsum(out * dout) of some rows of one head; zero past the end."""
+    inside = (row < seq_q)[:, None]
+    out = tl.load(_rows_at(out_ptr, head, num_heads, row, out_batch, out_head, out_row, HEAD_DIM), inside, other=0.0)
+    dout_ptrs = _rows_at(dout_ptr, head, num_heads, row, dout_batch, dout_head, dout_row, HEAD_DIM)
+    dout = tl.load(dout_ptrs, inside, other=0.0)
+    return tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+
+
 @triton.jit(do_not_specialize=["num_heads", "seq_q"])
 def delta_kernel(
     out_ptr, dout_ptr, delta_ptr, out_batch, out_head, out_row, dout_batch, dout_head, dout_row, num_heads, seq_q,
@@ -27,35 +40,44 @@ def delta_kernel(
     num_blocks = tl.cdiv(seq_q, ROWS)
     head = (tl.program_id(0) // num_blocks).to(tl.int64)
     row = tl.program_id(0) % num_blocks * ROWS + tl.arange(0, ROWS)
-    inside = (row < seq_q)[:, None]
-    out = tl.load(_rows_at(out_ptr, head, num_heads, row, out_batch, out_head, out_row, HEAD_DIM), inside, other=0.0)
-    dout_ptrs = _rows_at(dout_ptr, head, num_heads, row, dout_batch, dout_head, dout_row, HEAD_DIM)
-    dout = tl.load(dout_ptrs, inside, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    delta = _delta_of(
+        out_ptr, dout_ptr, head, num_heads, row, seq_q, out_batch, out_head, out_row, dout_batch, dout_head, dout_row,
+        HEAD_DIM,
+    )  # fmt: skip
     tl.store(delta_ptr + head * seq_q + row, delta, mask=row < seq_q)
 
 
-@triton.jit(do_not_specialize=["lse_ptr", "delta_ptr", "seq_q", "padded", "all_rows"])
+@triton.jit(do_not_specialize=["lse_ptr", "delta_ptr", "num_heads", "seq_q", "padded", "all_rows"])
 def prepare_kernel(
-    lse_ptr, delta_ptr, statistics_ptr, dq_ptr, turns_ptr, seq_q, padded, all_rows,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr,
+    lse_ptr, delta_ptr, out_ptr, dout_ptr, statistics_ptr, dq_ptr, turns_ptr,
+    out_batch, out_head, out_row, dout_batch, dout_head, dout_row, num_heads, seq_q, padded, all_rows,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """lse in base 2 and delta, float32 [2, all_rows], padded so that rows past the end get no weight; dq and with
-    ORDERED the turns, both of all rows, set to zero."""
+    ORDERED the turns, both of all rows, set to zero. GIVEN: delta is there, and out is not looked at."""
+    # From the end, where the L2 cache still holds what the forward pass has written last, to the beginning, where the
+    # backward pass finds it there.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     num_blocks = padded // ROWS
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    head = (tl.program_id(0) // num_blocks).to(tl.int64)
-    row = tl.program_id(0) % num_blocks * ROWS + tl.arange(0, ROWS)
+    first = program.to(tl.int64) * ROWS
+    head = (program // num_blocks).to(tl.int64)
+    row = program % num_blocks * ROWS + tl.arange(0, ROWS)
     real = row < seq_q
     lse = tl.load(lse_ptr + head * seq_q + row, mask=real, other=float("inf"))
-    delta = tl.load(delta_ptr + head * seq_q + row, mask=real, other=0.0)
+    if GIVEN:
+        delta = tl.load(delta_ptr + head * seq_q + row, mask=real, other=0.0)
+    else:
+        delta = _delta_of(
+            out_ptr, dout_ptr, head, num_heads, row, seq_q, out_batch, out_head, out_row,
+            dout_batch, dout_head, dout_row, HEAD_DIM,
+        )  # fmt: skip
     padded_row = first + tl.arange(0, ROWS)
     tl.store(statistics_ptr + padded_row, lse * 1.4426950408889634)
     tl.store(statistics_ptr + all_rows + padded_row, delta)
     tl.store(dq_ptr + first * HEAD_DIM + tl.arange(0, ROWS * HEAD_DIM), tl.zeros((ROWS * HEAD_DIM,), tl.float32))
     if ORDERED:
         TURNS: tl.constexpr = ROWS * HEAD_DIM // 8192  # a tile has two regions
-        turns_ptr += tl.program_id(0) * TURNS
+        turns_ptr += program * TURNS
         tl.store(turns_ptr + tl.arange(0, TURNS), tl.zeros((TURNS,), tl.int32))
 
 
@@ -64,9 +86,10 @@ def finish_kernel(sum_ptr, dq_ptr, dq_batch, dq_head, dq_row, num_heads, seq_q, 
     """dq = scale * the sum, from one region of 64 queries and 64 columns as the backward kernel's threads hold it."""
     PARTS: tl.constexpr = HEAD_DIM // 64
     regions = padded // 64 * PARTS
-    head = (tl.program_id(0) // regions).to(tl.int64)
-    region = tl.program_id(0) % regions
-    held = tl.load(sum_ptr + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was added last lies in the L2 cache
+    head = (program // regions).to(tl.int64)
+    region = program % regions
+    held = tl.load(sum_ptr + program.to(tl.int64) * 4096 + tl.arange(0, 4096))
     # Eight columns, warp, row and pair of columns in a warp, lower or upper eight rows, left or right of a pair.
     total = held.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
     row = region // PARTS * 64 + tl.arange(0, 64)

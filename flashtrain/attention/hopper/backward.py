@@ -48,10 +48,10 @@ _VARYING = (
 
 
 @gluon.jit
-def _keys(seq_k, heads, lists, GROUP: gl.constexpr, LISTS: gl.constexpr):
-    """First key, batch row and key head of this program."""
+def _keys(seq_k, heads, lists, GROUP: gl.constexpr, ORDERED: gl.constexpr, LISTS: gl.constexpr):
+    """First key, batch row and key head of this program. With ORDERED the last keys come first."""
     all_kv_heads, num_kv_heads, heads_together = heads
-    block, batch_head = tile_of(gl.program_id(0), gl.cdiv(seq_k, BLOCK_N), all_kv_heads, heads_together, False)
+    block, batch_head = tile_of(gl.program_id(0), gl.cdiv(seq_k, BLOCK_N), all_kv_heads, heads_together, ORDERED)
     batch, kv_head = batch_head // num_kv_heads, batch_head % num_kv_heads
     block = heaviest_first(lists, batch, kv_head * GROUP, block, LISTS)
     return block * BLOCK_N, batch, kv_head
@@ -72,6 +72,12 @@ def _walk(
         columns, stride_columns, batch, first_key, seq_k, seq_q, right, left, BLOCK_N, BLOCK_M, NUM_WARPS, True,
         TABLE,
     )  # fmt: skip
+
+
+@gluon.jit
+def _turn(first_key, seq_k):
+    """The number of a program in the order in which they add to dq, from 1."""
+    return gl.cdiv(seq_k, BLOCK_N) - first_key // BLOCK_N
 
 
 @gluon.jit
@@ -112,7 +118,7 @@ def _produce(
     lse_ptr, delta_ptr, stride_statistics = statistics
     q_s, dout_s, k_s, v_s, lse_s, delta_s, ds_s = buffers
     kv_full, q_full, dout_full, free = barriers
-    first_key, batch, kv_head = _keys(mask[3], heads, lists, GROUP, LISTS)
+    first_key, batch, kv_head = _keys(mask[3], heads, lists, GROUP, ORDERED, LISTS)
     begin, full_begin, full_end, end = _walk(first_key, batch, kv_head * GROUP, mask, lists, BLOCK_M, 1, TABLE, LISTS)
     load_box(k_desc, [batch, kv_head, first_key, 0], kv_full.index(0), k_s, 2 * BLOCK_N * HEAD_DIM)
     load_box(v_desc, [batch, kv_head, first_key, 0], kv_full.index(1), v_s, 2 * BLOCK_N * HEAD_DIM)
@@ -141,7 +147,7 @@ def _produce(
             if j >= LAG:
                 member, place, block = _visit(j - LAG, lists, begin, num_blocks, GROUP, BLOCK_M, LISTS)
                 tile = (batch * heads[1] * GROUP + first_head + member) * (stride_statistics // BLOCK_M) + block
-                end_turn(turns_ptr + tile, first_key // BLOCK_N + 1)
+                end_turn(turns_ptr + tile, _turn(first_key, mask[3]))
 
 
 @gluon.jit
@@ -157,18 +163,19 @@ def _consume(
     kv_full, q_full, dout_full, free = barriers
     columns, stride_columns, seq_q, seq_k, left, right = mask
     dq_ptr, tiles, turns_ptr, dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
-    first_key, batch, kv_head = _keys(seq_k, heads, lists, GROUP, LISTS)
+    first_key, batch, kv_head = _keys(seq_k, heads, lists, GROUP, ORDERED, LISTS)
     begin, full_begin, full_end, end = _walk(first_key, batch, kv_head * GROUP, mask, lists, BLOCK_M, 4, TABLE, LISTS)
     num_blocks = _count(begin, end, BLOCK_M, LISTS)
     steps = num_blocks * GROUP
-    # Programs add to a tile of dq in the order of their keys, each behind the one before it where that visits the tile.
-    # They start in that order too: nobody waits for a program that has no multiprocessor yet.
+    # Programs add to a tile of dq from the last keys to the first, each behind the one before it where that visits the
+    # tile: with a causal mask that one has begun nearer to the tile. They start in that order too: nobody waits for a
+    # program that has no multiprocessor yet.
     turn, before_begin, before_end = 0, 0, 0
     if ORDERED:
-        turn = first_key // BLOCK_N + 1
-        if first_key > 0:
+        turn = _turn(first_key, seq_k)
+        if first_key + BLOCK_N < seq_k:
             before_begin, _full_begin, _full_end, before_end = _walk(
-                first_key - BLOCK_N, batch, kv_head * GROUP, mask, lists, BLOCK_M, 4, TABLE, LISTS
+                first_key + BLOCK_N, batch, kv_head * GROUP, mask, lists, BLOCK_M, 4, TABLE, LISTS
             )
     dq = (dq_ptr, tiles, turns_ptr, turn, before_begin, before_end)
     first_key += C * 64

@@ -78,18 +78,55 @@ def backward(
     where `deterministic` asks for it, which with a block layout is left to the portable kernels."""
     if deterministic and limits.blocks:
         return portable.backward(dout, q, k, v, lse, delta, limits, scale, deterministic)
+    return _backward(dout, q, k, v, lse, delta, None, limits, scale, deterministic, config)
+
+
+def gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    limits: Limits,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`delta` and `backward` in one, which saves a launch."""
+    if dlse is not None or (deterministic and limits.blocks) or not fits_tma(out):
+        return backward(dout, q, k, v, lse, delta(out, dout, dlse), limits, scale, deterministic)
+    return _backward(dout, q, k, v, lse, None, out, limits, scale, deterministic, None)
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor | None,
+    out: Tensor | None,
+    limits: Limits,
+    scale: float,
+    deterministic: bool,
+    config: BackwardConfig | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """delta, or else out, from which it follows."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, scale, sign = positive_scale(q, scale)
     q, k, v, dout = for_tma(q), for_tma(k), for_tma(v), for_tma(dout)
     targets = writable(dq), writable(dk), writable(dv)
-    strides = tuple(target.stride()[:3] for target in targets)
+    out = dout if out is None else out  # not looked at where delta is given
+    strides = tuple(tensor.stride()[:3] for tensor in (*targets, out, dout))
     table, stride = table_strides(limits.columns)
     setups = backward_setups(
         q.shape,
         k.shape,
         strides,
+        delta is not None,
         table is not None,
         limits.left,
         limits.right,
@@ -104,13 +141,13 @@ def backward(
     queries, keys = (1, 1, setups.block_m, head_dim), (1, 1, BLOCK_N, head_dim)
     with on_device(q):
         launch(prepare_kernel, q, setups.prepare, (
-            lse.contiguous(), delta.contiguous(), statistics, dq_sum, turns, *setups.prepare.numbers,
+            lse.contiguous(), lse if delta is None else delta.contiguous(), out, dout, statistics, dq_sum, turns,
+            *setups.prepare.numbers,
         ))  # fmt: skip
         launch(backward_kernel, q, setups.backward, (
             Box(q, queries), Box(k, keys), Box(v, keys), Box(dout, queries), dq_sum, turns, targets[1], targets[2],
-            statistics[0], statistics[1], _or_unused(table, statistics),
-            _or_unused(limits.k_lists, statistics), stride, *setups.backward.numbers, scale,
-            scale * LOG2_E,
+            statistics[0], statistics[1], _or_unused(table, statistics), _or_unused(limits.k_lists, statistics), stride,
+            *setups.backward.numbers, scale, scale * LOG2_E,
         ))  # fmt: skip
         launch(finish_kernel, q, setups.finish, (dq_sum, targets[0], *setups.finish.numbers, scale * sign))
     for result, target in zip((dq, dk, dv), targets, strict=True):

@@ -95,6 +95,7 @@ def backward_setups(
     q_shape: _Shape,
     k_shape: _Shape,
     strides: tuple[_Shape, ...],
+    given: bool,
     table: bool,
     left: int,
     right: int,
@@ -102,7 +103,8 @@ def backward_setups(
     deterministic: bool,
     config: BackwardConfig | None,
 ) -> BackwardSetups:
-    """strides: those of dq, dk and dv, without that of head_dim, which is one."""
+    """strides: those of dq, dk, dv, out and dout, without that of head_dim, which is one. given: delta is there, and
+    out is not."""
     batch, num_heads, seq_q, head_dim = q_shape
     num_kv_heads, seq_k = k_shape[1], k_shape[2]
     config = config or BACKWARD[head_dim]
@@ -111,8 +113,11 @@ def backward_setups(
     rows = all_heads * padded
     regions = rows * head_dim // REGION
     full = not table and not blocks and left == OPEN and right == OPEN
-    # In order, programs of one head wait for each other unless others come between them.
-    together = 1 if full and not deterministic else heads_together(q_shape, 2, all_kv_heads)
+    # In order, programs of one head wait for each other unless those of many others come between them.
+    if deterministic:
+        together = heads_together(q_shape, 2, all_kv_heads, share=4)
+    else:
+        together = 1 if full else heads_together(q_shape, 2, all_kv_heads)
     constants = {
         "GROUP": num_heads // num_kv_heads,
         "AFTER": table or right < OPEN,
@@ -144,7 +149,11 @@ def backward_setups(
         block_m=config.block_m,
         rows=rows,
         turns=rows // config.block_m,
-        prepare=Setup(rows // ROWS, (seq_q, padded, rows), {**ends, "ORDERED": deterministic}),
+        prepare=Setup(
+            rows // ROWS,
+            (*strides[3], *strides[4], num_heads, seq_q, padded, rows),
+            {**ends, "ORDERED": deterministic, "GIVEN": given},
+        ),
         backward=Setup(all_kv_heads * -(-seq_k // BLOCK_N), numbers, constants),
         finish=Setup(regions, (*strides[0], num_heads, seq_q, padded), {"HEAD_DIM": head_dim}),
     )

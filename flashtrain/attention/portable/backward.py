@@ -47,6 +47,22 @@ def backward(
     return (dq if sign == 1.0 else dq * sign), dk, dv
 
 
+def gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    limits: Limits,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`delta` and `backward` in one."""
+    return backward(dout, q, k, v, lse, delta(out, dout, dlse), limits, scale, deterministic)
+
+
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(out * dout) - dlse, float32 [batch, num_heads, seq_q]: what the softmax's gradient takes off dp.
 
