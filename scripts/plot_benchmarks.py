@@ -1,4 +1,5 @@
-"""Pictures of what the benchmarks measured: benchmark_attention.py, benchmark_memory.py, benchmark_training.py.
+"""Pictures of what the benchmarks measured: benchmark_attention.py, benchmark_memory.py, benchmark_training.py
+and benchmark_block_sparse.py.
 
 python scripts/plot_benchmarks.py benchmarks/attention.json --out docs/attention.png
 """
@@ -125,7 +126,43 @@ def training(result: dict[str, Any]) -> Any:
     return drawn
 
 
-DRAWINGS: dict[str, Callable[[dict[str, Any]], Any]] = {"attention": attention, "memory": memory, "training": training}
+def block_sparse(result: dict[str, Any]) -> Any:
+    """Time over density: a panel for each head dim and length, with what density times our dense time would be."""
+    rows = [row for row in result["rows"] if row["failed"] is None]
+    panels = sorted({(r["head_dim"], r["seq_len"]) for r in rows if r["density_asked"] is not None})
+    drawn, axes = figure(1, len(panels), 3.6 * len(panels), 3.6)
+    styles = style_of([row["implementation"] for row in rows if row["density_asked"] is not None])
+    for axis, (head_dim, seq_len) in zip(axes[0], panels, strict=True):
+        own = [r for r in rows if (r["head_dim"], r["seq_len"]) == (head_dim, seq_len)]
+        for name, style in styles.items():
+            line = sorted((r["density"], r["ms"]["both"]["median"]) for r in own if r["implementation"] == name)
+            axis.plot([x for x, _ in line], [y for _, y in line], marker="o", markersize=4, **style)
+        dense = {r["implementation"]: r["ms"]["both"]["median"] for r in own if r["density_asked"] is None}
+        ours, densities = next(iter(dense.values())), sorted({r["density"] for r in own})
+        ideal = [ours * density for density in densities]
+        axis.plot(densities, ideal, linestyle=":", color=GREY, label="density x our dense time")
+        if "sdpa_cudnn" in dense:
+            axis.axhline(dense["sdpa_cudnn"], color=GREEN, linewidth=1, linestyle="--", label="cuDNN, dense")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_xticks(densities, [f"{100 * density:.3g}" for density in densities])
+        axis.minorticks_off()
+        axis.set_xlabel("visible blocks, %")
+        axis.set_title(f"{format_size(seq_len)} tokens, head dim {head_dim}", fontsize=10)
+    axes[0, 0].set_ylabel("forward + backward, ms")
+    legend_below(drawn, axes[0, 0])
+    drawn.suptitle(f"Block-sparse attention on {result['gpu']}", fontsize=12)
+    drawn.tight_layout()
+    return drawn
+
+
+DRAWINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "attention": attention,
+    "memory": memory,
+    "training": training,
+    "block_sparse": block_sparse,
+}
 
 
 def style_of(names: list[str]) -> dict[str, dict[str, Any]]:

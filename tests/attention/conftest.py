@@ -21,6 +21,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     record = {
         "attention_hash": attention_hash(),
         **counts,
+        "failed_tests": [report.nodeid for report in terminalreporter.stats.get("failed", [])],
         "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
         "command": shlex.join(["python", "-m", "pytest", *terminalreporter.config.invocation_params.args]),

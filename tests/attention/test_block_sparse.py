@@ -12,6 +12,7 @@ from flashtrain.attention.portable.configs import Config, Configs, fit_blocks
 from tests.attention.oracle import NAMES, Case, assert_accurate, make_case, run
 from tests.attention.test_closed_form import assert_rows, uniform_case
 from tests.attention.test_compile import compiled, train_step
+from tests.attention.test_memory_layouts import assert_same
 
 BACKENDS = ("portable", "sdpa", "standard")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -197,8 +198,7 @@ def test_strides_make_no_difference(device: torch.device, layout: str) -> None:
     else:
         case.dout = torch.ones(1, 1, 1, 1, device=device).expand_as(case.dout)
         base = run(Case(**{**vars(case), "dout": case.dout.contiguous()}))
-    again = run(case)
-    assert all(torch.equal(base[name], again[name]) for name in base)
+    assert_same(run(case), base)
 
 
 def test_results_are_the_same_bit_for_bit_and_so_on_another_way_down_the_heads(
