@@ -92,6 +92,11 @@ def evaluate(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
         )
     if config.classifier is None or config.images is None:
         raise ValueError(f"{run.id}: task={config.task} without images has no evaluation here yet")
+    if "pixel_head.weight" in run.weights:
+        raise ValueError(
+            f"{run.id}: stopped in its pretraining, which knows no labels; train it on, or start a run from it with "
+            f"model.init_from={run.id}, and evaluate that"
+        )
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch sees no CUDA GPU here; take --device cpu")
     device = choose_device(arguments.device)

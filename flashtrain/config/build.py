@@ -132,8 +132,9 @@ def _section(section: type, raw: Any, prefix: str, problems: list[str]) -> Any:
         problems.append(f"{prefix.rstrip('.')}={raw!r}: expected a section with keys of its own")
         return None
     hints = get_type_hints(section, include_extras=True)
-    # A section that is an item of a list has no key of its own.
-    known = None if prefix or section is Config else list(hints)
+    # A section that is an item of a list has no key of its own, nor have the sections in it.
+    has_a_key = section is Config or prefix.split(".")[0] in get_type_hints(Config)
+    known = None if has_a_key else [f"{prefix}{name}" for name in hints]
     problems.extend(unknown_key(f"{prefix}{key}", known) for key in raw if key not in hints)
     values: dict[str, Any] = {}
     defaults = {f.name: f.default for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING}

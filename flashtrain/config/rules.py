@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from flashtrain.config.curriculum_rules import broken_curriculum_rules
 from flashtrain.config.layout_rules import broken_layout_rules
 from flashtrain.config.schema import Config, DataConfig, ImagesConfig, ModelConfig
 
@@ -19,6 +20,8 @@ def broken_rules(config: Config) -> Iterator[str]:
     yield from _training(config)
     yield from broken_layout_rules(config)
     yield from _classification(config)
+    if config.task == "classification":
+        yield from broken_curriculum_rules(config)
 
 
 def _positive(config: Config) -> Iterator[str]:
@@ -97,7 +100,7 @@ def _training(config: Config) -> Iterator[str]:
 def _classification(config: Config) -> Iterator[str]:
     sections = {"classifier": config.classifier, "images": config.images}
     if config.task == "language":
-        for key, section in {**sections, "curriculum": config.curriculum}.items():
+        for key, section in {**sections, "curriculum": config.curriculum, "pretrain": config.pretrain}.items():
             if section is not None:
                 yield f"{key}: a section for task=classification, and task=language; write task=classification"
         return
@@ -117,7 +120,6 @@ def _classification(config: Config) -> Iterator[str]:
         yield from _images_from_disk(config.images, 0 if config.classifier is None else config.classifier.dense_classes)
     if config.classifier is not None and config.classifier.dense_classes not in (0, 3):
         yield f"classifier.dense_classes={config.classifier.dense_classes}: Pathfinder has 3 (0, 1 or 2 discs), or 0"
-    yield from _curriculum(config)
 
 
 def _images_from_disk(images: ImagesConfig, dense_classes: int) -> Iterator[str]:
@@ -139,22 +141,3 @@ def _images_from_disk(images: ImagesConfig, dense_classes: int) -> Iterator[str]
         value = getattr(images, key)
         if value is not None:
             yield f"images.{key}={value}: is for generated images, and images.source={source}: {instead}; write null"
-
-
-def _curriculum(config: Config) -> Iterator[str]:
-    if config.curriculum is None:
-        return
-    if not config.curriculum.stages:
-        yield "curriculum.stages=[]: name at least one stage, or write curriculum=null"
-    for number, stage in enumerate(config.curriculum.stages):
-        if stage.max_steps < 1:
-            yield f"curriculum.stages[{number}].max_steps={stage.max_steps}: must be at least 1"
-        if stage.gate is not None and not 0 < stage.gate <= 1:
-            yield f"curriculum.stages[{number}].gate={stage.gate}: an accuracy above 0, at most 1"
-    if config.classifier is not None and config.classifier.positions == "learned":
-        yield (
-            "classifier.positions=learned: a table of one image size cannot follow a curriculum; take rope2d, or run "
-            "the stages one by one with model.init_from"
-        )
-    if config.images is not None and config.images.source != "pathfinder":
-        yield f"images.source={config.images.source}: a curriculum generates its images; write images.source=pathfinder"

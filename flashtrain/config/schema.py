@@ -150,15 +150,39 @@ class ImagesConfig:
 
 
 @dataclass(frozen=True)
+class PretrainConfig:
+    share: float
+    unit: Literal["pixel", "square"]
+    square: int
+    loss: Literal["cross_entropy", "l1"]
+    levels: int
+
+
+@dataclass(frozen=True)
+class RestartConfig:
+    after: Size
+    below: float = 0.6
+    attempts: int = 4
+
+
+@dataclass(frozen=True)
 class StageConfig:
     max_steps: Size
     gate: float | None = None
+    restart: RestartConfig | None = None
+    pretrain: bool = False
     preset: str | None = None
     side: int | None = None
     contour_length: int | None = None
     distractor_count: int | None = None
     distractor_length: int | None = None
     start_border: int | None = None
+
+    @property
+    def images(self) -> dict[str, str | int]:
+        """What the stage changes of `images`, by key."""
+        names = ("preset", "side", "contour_length", "distractor_count", "distractor_length", "start_border")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -228,6 +252,7 @@ class Config:
     memory: MemoryConfig
     trainer: TrainerConfig
     logger: LoggerConfig
+    pretrain: PretrainConfig | None = None
 
     @property
     def tokenizer(self) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from flashtrain.data.hiding import Hiding
 from flashtrain.data.order import shuffled_many
 from flashtrain.data.pathfinder import PathfinderSpec, generate
 
@@ -21,6 +22,7 @@ class ImageBatch:
     images: uint8 [batch, side, side].
     labels: int64 [batch].
     targets: uint8 [batch, side, side], 0 where a pixel has no class, else 1 + its class; None without such targets.
+    hidden: int64 [batch, n], the pixels that are hidden, counted row by row; None where all are seen.
     num_targets: images in the batch, which is what losses are divided by.
     """
 
@@ -28,6 +30,7 @@ class ImageBatch:
     labels: torch.Tensor
     targets: torch.Tensor | None
     num_targets: int
+    hidden: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ImageBatch:
         """The same batch with its tensors on ``device``; ``non_blocking`` as in ``torch.Tensor.to``."""
@@ -36,6 +39,7 @@ class ImageBatch:
             images=self.images.to(device, non_blocking=non_blocking),
             labels=self.labels.to(device, non_blocking=non_blocking),
             targets=None if self.targets is None else self.targets.to(device, non_blocking=non_blocking),
+            hidden=None if self.hidden is None else self.hidden.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> ImageBatch:
@@ -45,6 +49,7 @@ class ImageBatch:
             images=self.images.pin_memory(),
             labels=self.labels.pin_memory(),
             targets=None if self.targets is None else self.targets.pin_memory(),
+            hidden=None if self.hidden is None else self.hidden.pin_memory(),
         )
 
 
@@ -97,12 +102,13 @@ class ImageSteps:
     """The micro-batches of each optimiser step.
 
     Global position p = step * images_per_step + i counts all images ever trained on. A source without end gives image
-    p; one of n images gives what stands at place p % n of the permutation of epoch p // n. Flips, turns and brightness
-    are drawn from (seed, p), so that resuming needs the step only.
+    p; one of n images gives what stands at place p % n of the permutation of epoch p // n. Flips, turns, brightness and
+    hidden pixels are drawn from (seed, p), so that resuming needs the step only.
 
     Args:
         flips: mirror and turn images by quarters, each of the eight ways with equal odds.
         brightness: factors between which the grey levels of an image are scaled; (1, 1) leaves them.
+        hiding: what of each image is hidden; None hides nothing.
     """
 
     def __init__(
@@ -113,10 +119,11 @@ class ImageSteps:
         seed: int,
         flips: bool,
         brightness: tuple[float, float],
+        hiding: Hiding | None = None,
     ) -> None:
         self.source = source
         self.images_per_step, self.images_per_micro_batch = images_per_step, images_per_micro_batch
-        self.seed, self.flips, self.brightness = seed, flips, brightness
+        self.seed, self.flips, self.brightness, self.hiding = seed, flips, brightness, hiding
 
     def indices(self, step: int) -> np.ndarray:
         """Numbers of the images of optimiser step ``step`` (from 0), int64 [images_per_step]."""
@@ -134,6 +141,7 @@ class ImageSteps:
         """The micro-batches of optimiser step ``step``."""
         found, first = self.source.read(self.indices(step)), step * self.images_per_step
         images, targets = np.array(found.images), None if found.targets is None else np.array(found.targets)
+        hidden: list[np.ndarray] | None = None if self.hiding is None else []
         for i in range(len(images)):
             draw = _draw(self.seed, first + i)
             if self.flips:
@@ -143,17 +151,29 @@ class ImageSteps:
                     targets[i] = turned(targets[i], way)
             if self.brightness != (1.0, 1.0):
                 images[i] = np.minimum(images[i] * draw.uniform(*self.brightness) + 0.5, 255).astype(np.uint8)
+            if self.hiding is not None and hidden is not None:
+                hidden.append(self.hiding.places(images.shape[1], draw))
         size = self.images_per_micro_batch
+        parts = [slice(at, at + size) for at in range(0, len(images), size)]
         return [
-            _batch(LabelledImages(images[at : at + size], found.labels[at : at + size], _cut(targets, at, size)))
-            for at in range(0, len(images), size)
+            _batch(
+                LabelledImages(images[part], found.labels[part], None if targets is None else targets[part]),
+                None if hidden is None else hidden[part],
+            )
+            for part in parts
         ]
 
 
-def held_out_batches(source: StoredImages, images_per_micro_batch: int) -> Iterator[ImageBatch]:
-    """All images, each once, always in the same order; the last batch may be smaller."""
+def held_out_batches(
+    source: StoredImages, images_per_micro_batch: int, hiding: Hiding | None = None
+) -> Iterator[ImageBatch]:
+    """All images once, always in the same order and with the same pixels hidden; the last batch may be smaller."""
     for at in range(0, source.length, images_per_micro_batch):
-        yield _batch(source.read(np.arange(at, min(at + images_per_micro_batch, source.length))))
+        numbers = np.arange(at, min(at + images_per_micro_batch, source.length))
+        found = source.read(numbers)
+        side = found.images.shape[1]
+        hidden = None if hiding is None else [hiding.places(side, _draw("held out", int(n))) for n in numbers]
+        yield _batch(found, hidden)
 
 
 def turned(image: np.ndarray, way: int) -> np.ndarray:
@@ -162,19 +182,16 @@ def turned(image: np.ndarray, way: int) -> np.ndarray:
     return image[:, ::-1] if way >= 4 else image
 
 
-def _draw(seed: int, position: int) -> np.random.Generator:
+def _draw(seed: int | str, position: int) -> np.random.Generator:
     digest = hashlib.blake2b(repr((seed, position)).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def _cut(targets: np.ndarray | None, at: int, size: int) -> np.ndarray | None:
-    return None if targets is None else targets[at : at + size]
-
-
-def _batch(found: LabelledImages) -> ImageBatch:
+def _batch(found: LabelledImages, hidden: list[np.ndarray] | None = None) -> ImageBatch:
     return ImageBatch(
         images=torch.from_numpy(np.ascontiguousarray(found.images)),
         labels=torch.from_numpy(found.labels.astype(np.int64)),
         targets=None if found.targets is None else torch.from_numpy(np.ascontiguousarray(found.targets)),
         num_targets=len(found.images),
+        hidden=None if hidden is None else torch.from_numpy(np.stack(hidden)),
     )

@@ -159,12 +159,20 @@ class Classifier(nn.Module):
         Raises:
             ValueError: inputs of another kind, shape or side than the model takes, or a wrong number of plans.
         """
-        x, turn, counted = self._embed(inputs, lengths)
-        hidden = self.final_norm(run_blocks(self.blocks, x, plan, turn, recompute=self.checkpoint_blocks))
+        hidden, counted = self.encode(inputs, plan, lengths)
         logits = self.head(self._pool(hidden, counted))
         if self.dense_head is None:
             return logits, None
         return logits, to_image(self.dense_head(hidden), inputs.shape[1], self.tile)
+
+    def encode(self, inputs: Tensor, plan: Any, lengths: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [batch, seq, hidden_size], token by token, and which [batch, seq] are pooled (None: all)."""
+        x, turn, counted = self._embed(inputs, lengths)
+        return self.final_norm(run_blocks(self.blocks, x, plan, turn, recompute=self.checkpoint_blocks)), counted
+
+    def embed_pixels(self, grey: Tensor) -> Tensor:
+        """Grey levels 0..1 [batch, seq] -> [batch, seq, hidden_size]."""
+        return self.embedding(grey)
 
     def _embed(self, inputs: Tensor, lengths: Tensor | None) -> tuple[Tensor, Rotation | None, Tensor | None]:
         """Hidden states with their positions, the rotation, and which tokens [batch, seq] are pooled (None: all)."""
@@ -175,7 +183,7 @@ class Classifier(nn.Module):
             grey = to_tokens(inputs, self.tile).to(whole)
             grey = grey if inputs.is_floating_point() else grey / 255
             positions = to_tokens(torch.arange(width**2, device=inputs.device).view(1, width, width), self.tile)[0]
-            x = self.embedding(grey)
+            x = self.embed_pixels(grey)
             if self.classifier.pooling == "marker":
                 counted = grey >= MARKER_SHARE * grey.amax(dim=1, keepdim=True)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from flashtrain.attention import Full, attention
+from flashtrain.attention import attention
 from flashtrain.config import Config, format_size, to_dict
 from flashtrain.config.schema import ClassifierConfig, ImagesConfig
 from flashtrain.data.image_set import ImageSet, open_npz
@@ -23,27 +24,26 @@ from flashtrain.data.pathfinder import PathfinderSpec, prepare, spec_of
 from flashtrain.data.release import open_release
 from flashtrain.models.classifier import Classifier
 from flashtrain.training.checkpoints import Identity
+from flashtrain.training.curriculum import Progress, stage_config
+from flashtrain.training.image_task import ImageTask
+from flashtrain.training.pretraining import PretrainingTask, describe_pretraining, hiding_of
 from flashtrain.training.stream import step_loader
-from flashtrain.training.task import Task
-from flashtrain.training.visibility import LayerMasks, Plans, visible_pairs
 
 
-class ClassificationTask(Task):
+class ClassificationTask(ImageTask):
     """An encoder and its losses: cross entropy of the label, and of the pixels' classes times `dense_weight`."""
 
     FIGURES: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
-    model: Classifier
 
     def __init__(self, config: Config, classifier: ClassifierConfig) -> None:
         attend = functools.partial(attention, backend=config.attention.backend)
         super().__init__(config, Classifier(config.model, classifier, attend, seq_len=config.seq_len))
         self.head_size = classifier.dense_classes  # the label's head sees one vector an image
         self.dense_weight = classifier.dense_weight
-        self.masks = LayerMasks(config, Full(), positional=False)
 
     def loss_sum(self, batch: ImageBatch) -> Tensor:
         batch = self.to_device(batch)
-        logits, dense = self._logits(batch)
+        logits, dense = self.run_model(batch.images)
         total = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
         if dense is not None and batch.targets is not None:
             total = total + self.dense_weight * dense_loss_sum(dense, batch.targets)
@@ -52,18 +52,9 @@ class ClassificationTask(Task):
     def measure(self, batch: ImageBatch) -> Tensor:
         """Cross entropy of the labels, and how many are right."""
         batch = self.to_device(batch)
-        logits, _ = self._logits(batch)
+        logits, _ = self.run_model(batch.images)
         loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
         return torch.stack([loss, (logits.argmax(-1) == batch.labels).sum().to(loss.dtype)])
-
-    def plan(self, images: Tensor) -> Plans:
-        """Every pixel sees every pixel, but for the block layouts of the layers."""
-        return self.masks.lower(len(images), images[0].numel(), self.device)
-
-    def _logits(self, batch: ImageBatch) -> tuple[Tensor, Tensor | None]:
-        plans = self.plan(batch.images)
-        self.visible_pairs += visible_pairs(plans) * len(batch.images)
-        return self._forward[0](batch.images, plans)
 
 
 def dense_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
@@ -88,6 +79,9 @@ class ClassificationWork:
     def __init__(self, config: Config, run_config: Config | None = None) -> None:
         assert config.classifier is not None and config.images is not None
         self.config, self.classifier, self.images = config, config.classifier, config.images
+        self.run_config = run_config or config
+        check_hiding(self.run_config)
+        self.hiding = hiding_of(config.pretrain, math.isqrt(config.seq_len))
         self.train: ImageSource
         self.val: StoredImages
         self.corpus: dict[str, Any]
@@ -99,37 +93,48 @@ class ClassificationWork:
             vocab_size=self.classifier.num_classes,
             tokenizer="pixels",
             tokenizer_fingerprint="",
-            corpus_fingerprint=corpus_fingerprint(_whole_corpus(self.corpus, run_config or config)),
+            corpus_fingerprint=corpus_fingerprint(_whole_corpus(self.corpus, self.run_config)),
         )
-        self.task: ClassificationTask
+        self.task: ImageTask
 
-    def build_task(self) -> ClassificationTask:
-        self.task = ClassificationTask(self.config, self.classifier)
+    def build_task(self) -> ImageTask:
+        config, pretrain = self.config, self.config.pretrain
+        if pretrain is None:
+            self.task = ClassificationTask(config, self.classifier)
+        else:
+            self.task = PretrainingTask(config, self.classifier, pretrain)
         return self.task
 
     def train_loader(self, first_step: int) -> DataLoader[list[ImageBatch]]:
         """Yields the micro-batches of step `first_step`, then of the next, without end."""
         steps = ImageSteps(
             self.train, self.config.sequences_per_step, self.config.sequences_per_micro_batch, self.config.seed,
-            self.images.flips, self.images.brightness,
+            self.images.flips, self.images.brightness, self.hiding,
         )  # fmt: skip
         return step_loader(steps.batches, first_step, self.images.num_workers)
 
     def validate(self, last: bool) -> dict[str, float] | None:
-        return self.task.validate(held_out_batches(self.val, self.config.sequences_per_micro_batch))
+        return self.task.validate(held_out_batches(self.val, self.config.sequences_per_micro_batch, self.hiding))
 
     def facts(self) -> dict[str, Any]:
+        pretrain = self.run_config.pretrain
         return {
             "parameters": {"total": self._num_parameters},
             "protocol": "generator" if self.train.length is None else "fixed set",
             "dense_target": self.classifier.dense_classes > 0,
+            "pretraining": None if pretrain is None else {"name": "masked_pixels", **dataclasses.asdict(pretrain)},
             "corpus": self.corpus,
         }
 
     def banner(self) -> list[str]:
         config, side = self.config, math.isqrt(self.config.seq_len)
         amount = "fresh images without end" if self.train.length is None else f"{self.train.length:,} images"
-        target = f", dense target weighted {self.classifier.dense_weight:g}" if self.classifier.dense_classes else ""
+        if config.pretrain is not None:
+            target = f" without labels, {describe_pretraining(config.pretrain)}"
+        elif self.classifier.dense_classes:
+            target = f", dense target weighted {self.classifier.dense_weight:g}"
+        else:
+            target = ""
         return [
             f"model {config.model.name}: {self._num_parameters / 1e6:.1f}M parameters, {side} x {side} pixels, "
             f"{format_size(config.seq_len)} tokens",
@@ -162,7 +167,7 @@ class ClassificationWork:
             "train_images": images.train_images,
         }
         if images.train_images is None:
-            self.train = FreshPathfinder(spec, images.seed, "train", targets)
+            self.train = FreshPathfinder(spec, images.seed, "train", targets and self.config.pretrain is None)
         else:
             self.train = self._packed(spec, "train", images.train_images, targets)
         self.val = self._packed(spec, "val", images.val_images, targets=False)
@@ -195,6 +200,14 @@ class ClassificationWork:
         return StoredImages(packed.images, packed.labels, packed.targets)
 
 
+def check_hiding(run_config: Config) -> None:
+    """Raise ValueError now where a later stage would hide squares that its images cannot be divided into."""
+    stages = run_config.curriculum.stages if run_config.curriculum else ()
+    for number in range(len(stages)):
+        config = stage_config(run_config, Progress(number))
+        hiding_of(config.pretrain, math.isqrt(config.seq_len))
+
+
 def images_from_disk(images: ImagesConfig, side: int, num_classes: int) -> ImageSet:
     """The set that `images` names: of the release the one of `side` pixels, unless `images.side` says otherwise.
 
@@ -223,12 +236,16 @@ def _first(part: StoredImages, count: int | None) -> StoredImages:
 
 
 def _whole_corpus(corpus: dict[str, Any], run_config: Config) -> dict[str, Any]:
-    """What a run trains on in all its stages."""
-    if run_config.curriculum is None:
+    """What a run trains on in all its stages; those from disk are the same in each."""
+    if run_config.curriculum is None or corpus["source"] != "pathfinder":
         return corpus
     whole = to_dict(run_config)
     images = {key: value for key, value in whole["images"].items() if key not in ("prepared_dir", "num_workers")}
-    return {"images": images, "curriculum": whole["curriculum"]}
+    stages = [
+        {key: value for key, value in stage.items() if key not in ("pretrain", "restart")}
+        for stage in whole["curriculum"]["stages"]
+    ]
+    return {"images": images, "curriculum": {"stages": stages}}
 
 
 def pathfinder_spec(images: ImagesConfig) -> PathfinderSpec:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from flashtrain.config import Config
 from flashtrain.training.checkpoints import Checkpoints
-from flashtrain.training.curriculum import Progress, is_over
+from flashtrain.training.curriculum import Progress, is_due, what_follows
 from flashtrain.training.meter import Meter
 from flashtrain.training.preemption import Preemption
 from flashtrain.training.progress import Display
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageOver(Exception):
-    """The stage ended with a validation that an earlier stop had left undone: there is no step to train in it."""
+    """The fit ended with a validation that an earlier stop had left undone: there is no step to train in it."""
 
 
 class Deadline:
@@ -70,6 +70,10 @@ class Loop(pl.Callback):
         self.deadline = deadline
         self.progress = progress
 
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        if self.owes_validation:  # perhaps that of the last step, behind which Lightning would not even begin
+            trainer.fit_loop.epoch_loop.max_steps += 1
+
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.deadline.start()
         # A checkpoint that was resumed needs no second copy.
@@ -77,9 +81,13 @@ class Loop(pl.Callback):
         self.display.start(trainer.global_step)
         if self.owes_validation:
             step = trainer.global_step
-            if is_over(self.config, self.progress, step, self._validate(step, last=False)):
-                self.checkpoints.saved_step = None  # the same weights, but another stage goes on from them
-                self._end_stage(trainer)
+            last = step >= self.config.trainer.max_steps
+            after = self._what_follows(step, self._validate(step, last))
+            reason = "signal" if last and self.owes_validation else self._reason_to_end(after, last)
+            if reason is not None:
+                self.checkpoints.saved_step = None  # the same weights, but something else goes on from them
+                self.checkpoints.progress = after or self.progress
+                self._stop(trainer, reason)
                 raise StageOver
 
     def on_train_batch_end(
@@ -89,21 +97,23 @@ class Loop(pl.Callback):
         settings, step = self.config.trainer, trainer.global_step
         last = step >= settings.max_steps
         out_of_time = self.deadline.passed
-        stage_over = is_over(self.config, self.progress, step, None)
+        after = what_follows(self.config, self.progress, step, None)
         if not module.unfinished:
             self.meter.step_done(step, module)
             self.display.step(step)
-            if step % settings.val_every_n_steps == 0 or last or out_of_time or stage_over:
+            due = is_due(self.config, self.progress, step)
+            if step % settings.val_every_n_steps == 0 or last or out_of_time or due:
                 figures = self._validate(step, last or out_of_time)
-                stage_over = is_over(self.config, self.progress, step, figures)
-        if stage_over and not self.owes_validation:
-            self.checkpoints.progress = self.progress.next(step, self.config)
+                after = self._what_follows(step, figures)
+        if after is not None and not self.owes_validation:
+            self.checkpoints.progress = after
         if self.preemption.requested:  # before the step, in the middle of it, or during the validation
             return self._stop(trainer, "signal")
-        if last or out_of_time:
-            return self._stop(trainer, "max_steps" if last else "max_time")
-        if stage_over:
-            return self._end_stage(trainer)
+        if out_of_time:
+            return self._stop(trainer, "max_time")
+        reason = self._reason_to_end(after, last)
+        if reason is not None:
+            return self._stop(trainer, reason)
         if step % settings.checkpoint_every_n_steps == 0:
             self._save(trainer)
         return None
@@ -129,9 +139,24 @@ class Loop(pl.Callback):
         self.checkpoints.save(trainer, self.owes_validation)
         self.meter.start_interval()
 
-    def _end_stage(self, trainer: pl.Trainer) -> None:
-        self.checkpoints.progress = self.progress.next(trainer.global_step, self.config)
-        self._stop(trainer, "stage")
+    def _reason_to_end(self, after: Progress | None, last: bool) -> str | None:
+        """Why the fit ends, if it does; `last`: all steps are done, but those of a failed attempt come on top."""
+        if last and (after is None or after.stage > self.progress.stage):
+            return "max_steps"
+        return None if after is None else "stage"
+
+    def _what_follows(self, step: int, figures: dict[str, float] | None) -> Progress | None:
+        after = what_follows(self.config, self.progress, step, figures)
+        if after is not None and figures is not None and after.failed > self.progress.failed:
+            logger.info(
+                "stage %d: seed %d has %.1f%% right at step %d, %d steps after it began, and is given up",
+                after.stage + 1,
+                self.config.seed,
+                100 * figures["val_accuracy"],
+                step,
+                step - self.progress.first_step,
+            )
+        return after
 
     def _stop(self, trainer: pl.Trainer, reason: str) -> None:
         self.stop_reason = reason

@@ -15,8 +15,9 @@ import torch
 from flashtrain.config import Config
 from flashtrain.training import checkpoints as ckpt
 from flashtrain.training.attention_report import AttentionReport
+from flashtrain.training.beginnings import is_anew, prepare_beginning
 from flashtrain.training.classification import ClassificationWork
-from flashtrain.training.curriculum import Progress, describe, stage_config
+from flashtrain.training.curriculum import Progress, attempts, check_attempts, describe, stage_config
 from flashtrain.training.hardware import choose_device, choose_precision, device_name, peak_memory_gib
 from flashtrain.training.language import LanguageWork
 from flashtrain.training.loop import Deadline, Loop, StageOver
@@ -86,8 +87,10 @@ class _Run:
         self.trackers: list[Tracker] = []
         self.meter: Meter | None = None
         self.loop: Loop | None = None
+        self.saver: ckpt.Checkpoints | None = None
         self.trainer: pl.Trainer | None = None
         self.facts: dict[str, Any] = {}
+        self.resume_from: ckpt.Start | None = None
         self.progress = Progress()
         self.work: LanguageWork | ClassificationWork
 
@@ -97,17 +100,9 @@ class _Run:
         device = self.device = choose_device(config.trainer.accelerator)
         self.precision = choose_precision(config.trainer, device)
         self.resume_from = self._checkpoint()
-        self.progress = self.resume_from.progress if self.resume_from else Progress()
-        self.work = _work_of(stage_config(config, self.progress.stage), config)
-        if self.resume_from is not None:
-            ckpt.check_identity(self.resume_from.path, self.resume_from.content, self.work.identity)
-        torch.manual_seed(fold_seed(config.seed))
-        self.task = self.work.build_task()
-        if config.model.init_from is not None and self.resume_from is None:
-            warm_start(self.task.model, config.model.init_from, config.runs_dir)
-        self.task.model.checkpoint_blocks = checkpoint_blocks(self.work.config, self.precision, device)
-        attention = AttentionReport(self.task.masks, self.precision, device)
-        self.facts = self._facts(attention)
+        attention = self._build(self.resume_from)
+        about = {"device": device_name(device), "precision": self.precision}
+        self.facts = attention.facts() | about | self.work.facts()
         for line in self._banner(attention):
             logger.info("%s", line)
         if config.schedule.warmup_steps > config.trainer.max_steps:
@@ -116,8 +111,27 @@ class _Run:
                 config.schedule.warmup_steps,
                 config.trainer.max_steps,
             )
+
+    def _build(self, start: ckpt.Start | None) -> AttentionReport:
+        """The stage's data, and a model for it: new, from another run's weights, or for the checkpoint's to fill."""
+        config, device = self.config, self.device
+        assert device is not None
+        self.progress = start.progress if start else Progress()
+        check_attempts(config, self.progress)
+        self.work = _work_of(stage_config(config, self.progress), config)
+        if start is not None:
+            ckpt.check_identity(start.path, start.content, self.work.identity)
+        torch.manual_seed(fold_seed(self.work.config.seed))
+        task = self.task = self.work.build_task()
+        if config.model.init_from is not None and (start is None or is_anew(self.progress, start.step)):
+            warm_start(task.model, config.model.init_from, config.runs_dir)
+        task.progress = self.progress
+        if start is not None:
+            prepare_beginning(task, config, start, self.folder.checkpoints)
+        task.model.checkpoint_blocks = checkpoint_blocks(self.work.config, self.precision, device)
         if self._compiles():
-            self.task.compile_model()
+            task.compile_model()
+        return AttentionReport(task.masks, self.precision, device)
 
     def train(self) -> None:
         """All stages, one fit each, and what comes at the end."""
@@ -128,7 +142,7 @@ class _Run:
             while self._fit(here, preemption, deadline) == "stage":
                 here = self._checkpoint(resuming=True)
                 assert here is not None
-                self._enter(here.progress)
+                self._enter(here)
         finally:
             preemption.restore()
         assert self.loop is not None
@@ -142,7 +156,7 @@ class _Run:
         config, trainer_config = self.work.config, self.config.trainer
         assert self.device is not None
         self.meter = Meter(config, self.task.head_size, self.precision, self.device, self._row, self.progress)
-        saver = ckpt.Checkpoints(
+        saver = self.saver = ckpt.Checkpoints(
             self.folder.checkpoints,
             trainer_config.checkpoint_every_n_steps,
             trainer_config.keep_checkpoints,
@@ -151,6 +165,7 @@ class _Run:
         )
         saver.progress = self.progress
         self.task.give_up = lambda: preemption.requested
+        self.display.max_steps = config.trainer.max_steps
         self.loop = Loop(
             config, self.meter, saver, preemption, self.display, self.work.validate, self._sample,
             start.owes_validation if start else False, deadline, self.progress,
@@ -159,32 +174,25 @@ class _Run:
         with contextlib.suppress(StageOver):
             self.trainer.fit(
                 self.task,
-                self.work.train_loader(start.step if start else 0),
+                self.work.train_loader(self.progress.own(start.step) if start else 0),
                 ckpt_path=None if start is None else str(start.path),
                 weights_only=True,
             )
         self.meter.flush()
         return self.loop.stop_reason
 
-    def _enter(self, progress: Progress) -> None:
-        """Go on with another stage: other data, and a model built for it that the checkpoint's weights fill."""
-        assert self.device is not None
-        self.progress = progress
-        self.work = _work_of(stage_config(self.config, progress.stage), self.config)
-        self.task = self.work.build_task()
-        self.task.model.checkpoint_blocks = checkpoint_blocks(self.work.config, self.precision, self.device)
-        attention = AttentionReport(self.task.masks, self.precision, self.device)
+    def _enter(self, start: ckpt.Start) -> None:
+        """Go on with another stage, or another attempt at this one."""
+        attention = self._build(start)
         self.facts |= attention.facts() | self.work.facts()
-        for line in (describe(self.config, progress), *attention.lines()):
+        for line in (describe(self.config, self.progress), *attention.lines()):
             logger.info("%s", line)
-        if self._compiles():
-            self.task.compile_model()
 
     def finish(self) -> None:
         """Write the summary and close the trackers, whatever happened."""
         row = self.meter.last_row if self.meter else {}
-        step = self.trainer.global_step if self.trainer else 0
-        config = stage_config(self.config, self.progress.stage)
+        step = self.trainer.global_step if self.trainer else self.resume_from.step if self.resume_from else 0
+        config = stage_config(self.config, self.progress)
         summary = {
             "run_id": self.folder.run_id,
             "status": self.status,
@@ -198,7 +206,9 @@ class _Run:
             "peak_memory_gib": peak_memory_gib(self.device) if self.device else None,
             "seq_len": self.config.seq_len,
             "model": self.config.model.name,
+            "init_from": self.config.model.init_from,
             "git_commit": git_commit(),
+            **attempts(self.config, self.saver.progress if self.saver else self.progress),
             **self.facts,
         }
         self.folder.write_summary(summary)
@@ -223,16 +233,6 @@ class _Run:
         if start is None:
             logger.info("%s stopped before its first checkpoint: starting it afresh", self.folder.run_id)
         return start
-
-    def _facts(self, attention: AttentionReport) -> dict[str, Any]:
-        """What the summary says beside the figures."""
-        assert self.device is not None
-        return {
-            **attention.facts(),
-            "device": device_name(self.device),
-            "precision": self.precision,
-            **self.work.facts(),
-        }
 
     def _banner(self, attention: AttentionReport) -> list[str]:
         config = self.work.config

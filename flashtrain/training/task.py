@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flashtrain.config import Config
 from flashtrain.training.averaging import AveragedWeights
+from flashtrain.training.curriculum import Progress
 from flashtrain.training.optimizers import build_optimizer, clip_gradients, set_learning_rate, skip_if_not_finite
 from flashtrain.training.schedules import learning_rate
 from flashtrain.training.visibility import LayerMasks
@@ -65,6 +66,9 @@ class Task(pl.LightningModule, ABC):
         # Not registered as a submodule: the state's names stay those of the plain model.
         self._forward: tuple[Callable[..., Any]] = (model,)
         self.give_up: Callable[[], bool] = lambda: False
+        self.progress = Progress()
+        # Makes of a checkpoint what the task begins with, in place.
+        self.at_load: Callable[[dict[str, Any]], None] | None = None
         self.loss = self.grad_norm = self.finite = torch.zeros(())
         self.lr, self.unfinished = 0.0, False
         self.visible_pairs: float | Tensor = 0.0
@@ -95,7 +99,7 @@ class Task(pl.LightningModule, ABC):
         return batch.to(self.device, non_blocking=True)
 
     def training_step(self, micro_batches: Sequence[MicroBatch], batch_index: int) -> None:
-        config, step = self.config, self.global_step
+        config, step = self.config, self.progress.own(self.global_step)
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
         targets = max(1, sum(batch.num_targets for batch in micro_batches))
@@ -115,19 +119,22 @@ class Task(pl.LightningModule, ABC):
         self.loss = loss
         self.grad_norm = clip_gradients(self.model.parameters(), config.optimizer.clip_norm)
         self.finite = torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
-        rate = functools.partial(learning_rate, step, max_steps=config.trainer.max_steps, schedule=config.schedule)
+        place, length = (self.progress.scheduled(n) for n in (self.global_step, config.trainer.max_steps))
+        rate = functools.partial(learning_rate, place, max_steps=length, schedule=config.schedule)
         self.lr = rate(config.optimizer.lr)
         set_learning_rate(optimizer.optimizer, config.optimizer, rate)
         skip_if_not_finite(optimizer.optimizer, self.finite)
         optimizer.step()
         if self.average is not None:
-            self.average.update(step + 1)
+            self.average.update(place + 1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.average is not None:
             checkpoint["average"] = self.average.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.at_load is not None:
+            self.at_load(checkpoint)
         if self.average is not None:
             self.average.load(checkpoint.get("average", {}))
 

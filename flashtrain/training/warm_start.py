@@ -15,7 +15,7 @@ from flashtrain.training import checkpoints as ckpt
 logger = logging.getLogger("flashtrain")
 
 # Parts that one of the two may lack: they start as in a new model.
-_MAY_BE_NEW = ("dense_head.",)
+_MAY_BE_NEW = ("dense_head.", "pixel_head.", "hidden_pixel")
 
 
 def warm_start(model: nn.Module, init_from: str, runs_dir: str) -> None:

@@ -31,7 +31,7 @@ CHOICES = [
 def test_every_option_under_conf_composes_and_is_typed(choice):
     group = choice.split("=")[0]
     # Sections of classification are nothing without each other.
-    others = ["experiment=pathfinder32"] if group in ("classifier", "images", "curriculum") else []
+    others = ["experiment=pathfinder32"] if group in ("classifier", "images", "curriculum", "pretrain") else []
     if choice in ("images=release", "images=npz"):
         others += ["images.path=x", "classifier.dense_classes=0"]
     config = build(composed(*others, choice, "data.path=x", "data.name=org/set"))

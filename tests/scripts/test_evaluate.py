@@ -301,6 +301,11 @@ def test_a_language_run_is_told_where_its_figures_are(tmp_path, trained, refused
     assert "task=language has no evaluation here yet" in told and "val_perplexity" in told
 
 
+def test_a_pretraining_is_told_that_it_knows_no_labels(folder, refused):
+    run = fit(folder, "pretraining", "pretrain=masked_pixels", "trainer.max_steps=1")
+    assert "stopped in its pretraining, which knows no labels" in refused(run)
+
+
 def test_dense_targets_are_refused_for_images_from_disk(folder, npz):
     with pytest.raises(ValueError, match=r"classifier\.dense_classes=3: .* write classifier\.dense_classes=0"):
         fit(folder, "dense", "images=npz", f"images.path={npz}")

@@ -10,7 +10,7 @@ import pytest
 from flashtrain.config.build import ConfigError
 from flashtrain.data import images as images_module
 from flashtrain.training.classification import ClassificationTask
-from flashtrain.training.curriculum import Progress, is_over, stage_config
+from flashtrain.training.curriculum import Progress, is_due, stage_config, what_follows
 from flashtrain.training.run import run
 
 from .conftest import figures, go_on, metrics, summary
@@ -35,7 +35,7 @@ def staged(image_config):
 
 def test_a_stage_has_its_own_images_and_as_many_tokens_as_pixels(staged):
     config = staged()
-    first, second, third = (stage_config(config, stage) for stage in range(3))
+    first, second, third = (stage_config(config, Progress(stage)) for stage in range(3))
     assert (first.images.contour_length, first.seq_len) == (2, 1024)
     assert second == config
     assert (third.images.side, third.images.contour_length, third.seq_len) == (48, 3, 48 * 48)
@@ -44,18 +44,21 @@ def test_a_stage_has_its_own_images_and_as_many_tokens_as_pixels(staged):
 
 def test_a_preset_of_a_stage_brings_its_own_side(image_config):
     config = image_config("curriculum=path_x", "images.side=48", "seq_len=2304")
-    assert stage_config(config, 0).seq_len == 1024
-    assert stage_config(config, 2).images.side == 64
+    assert stage_config(config, Progress(0)).seq_len == 1024
+    assert stage_config(config, Progress(2)).images.side == 64
 
 
 def test_a_stage_ends_at_its_gate_or_its_steps_and_the_last_does_not(staged):
     config = staged()
-    assert not is_over(config, Progress(0), 1, None) and is_over(config, Progress(0), 2, None)
-    second = Progress(1, first_step=2)
-    assert is_over(config, second, 4, {"val_accuracy": 0.01})
-    assert not is_over(config, second, 4, {"val_accuracy": 0.0}) and not is_over(config, second, 4, None)
-    assert is_over(config, second, 11, None)
-    assert not is_over(config, Progress(2, first_step=4), 1000, {"val_accuracy": 1.0})
+    first, second, last = Progress(0), Progress(1, first_step=2), Progress(2, first_step=4)
+    assert what_follows(config, first, 1, None) is None and what_follows(config, first, 2, None).stage == 1
+    assert is_due(config, first, 2) and not is_due(config, first, 1)
+    assert what_follows(config, second, 4, {"val_accuracy": 0.01}).stage == 2
+    assert (
+        what_follows(config, second, 4, {"val_accuracy": 0.0}) is None and what_follows(config, second, 4, None) is None
+    )
+    assert what_follows(config, second, 11, None).stage == 2
+    assert what_follows(config, last, 1000, {"val_accuracy": 1.0}) is None and not is_due(config, last, 1000)
 
 
 def test_a_run_goes_through_its_stages_and_counts_all_tokens(staged, tmp_path, monkeypatch):
@@ -80,7 +83,7 @@ def test_a_run_goes_through_its_stages_and_counts_all_tokens(staged, tmp_path, m
     assert "stage 2 of 3 from step 2" in log and "stage 3 of 3 from step 4: side 48" in log
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 7])
 def test_stopped_anywhere_and_resumed_it_is_equal_bit_for_bit(staged, tmp_path, monkeypatch, stop):
     assert run(staged("run_id=straight"), []) == 0
     step = ClassificationTask.training_step
