@@ -30,7 +30,7 @@ ENTRIES = [
     *[("backward", 64, "bfloat16", False, 1, mask, 288) for mask in (B_FULL, B_CAUSAL, B_WINDOW, B_DOCUMENTS)],
     *[("backward", 128, "bfloat16", False, 1, mask, 96) for mask in (B_FULL, B_CAUSAL, B_WINDOW, B_DOCUMENTS)],
     *[
-        ("ordered", head_dim, "bfloat16", False, 1, mask, 300)
+        ("ordered", head_dim, "bfloat16", False, 1, mask, 320)
         for head_dim in (64, 128)
         for mask in (B_FULL, B_CAUSAL, B_DOCUMENTS)
     ],
