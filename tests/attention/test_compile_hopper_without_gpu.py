@@ -30,12 +30,12 @@ ENTRIES = [
     *[("backward", 64, "bfloat16", False, 1, mask, 288) for mask in (B_FULL, B_CAUSAL, B_WINDOW, B_DOCUMENTS)],
     *[("backward", 128, "bfloat16", False, 1, mask, 96) for mask in (B_FULL, B_CAUSAL, B_WINDOW, B_DOCUMENTS)],
     *[
-        ("ordered", head_dim, "bfloat16", False, 1, mask, 320)
-        for head_dim in (64, 128)
-        for mask in (B_FULL, B_CAUSAL, B_DOCUMENTS)
+        ("ordered", head_dim, "bfloat16", False, 1, mask, allowed)
+        for head_dim, all_allowed in ((64, (80, 160, 320)), (128, (32, 96, 192)))
+        for mask, allowed in zip((B_FULL, B_CAUSAL, B_DOCUMENTS), all_allowed, strict=True)
     ],
     *[("forward", head_dim, "bfloat16", False, 1, BLOCKS, 0) for head_dim in (64, 128)],
-    *[("backward", head_dim, "bfloat16", False, 1, B_BLOCKS, 200) for head_dim in (64, 128)],
+    *[("backward", head_dim, "bfloat16", False, 1, B_BLOCKS, 16) for head_dim in (64, 128)],
     ("backward", 64, "bfloat16", False, 4, B_CAUSAL, 128),
     ("backward", 128, "float16", False, 4, B_CAUSAL, 96),
 ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import os
 import random
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -15,6 +19,7 @@ from omegaconf import OmegaConf
 from flashtrain.config import Config, build
 from flashtrain.config.resume import resumed
 from flashtrain.training.run import run
+from flashtrain.training.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -139,3 +144,18 @@ def figures(folder: Path) -> list[tuple[str, ...]]:
 
 def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
+
+
+@contextlib.contextmanager
+def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs in here get SIGTERM at the end of a step."""
+    training_step = Task.training_step
+
+    def stopping(self: Task, batches: Any, index: int) -> None:
+        training_step(self, batches, index)
+        if self.global_step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Task, "training_step", stopping)
+        yield

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -18,9 +16,8 @@ from flashtrain.training import checkpoints as ckpt
 from flashtrain.training.loop import Loop
 from flashtrain.training.pretraining import PretrainingTask
 from flashtrain.training.run import run
-from flashtrain.training.task import Task
 
-from .conftest import figures, go_on, metrics, summary
+from .conftest import figures, go_on, metrics, stopped_at, summary
 
 pytest.importorskip("numba")
 
@@ -140,16 +137,8 @@ def test_another_run_can_start_from_a_pretraining(image_config, tmp_path, begun)
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
 def test_stopped_anywhere_and_resumed_it_is_equal_bit_for_bit(image_config, tmp_path, monkeypatch, stop):
     assert run(image_config(*BOTH, "run_id=straight"), []) == 0
-    step = Task.training_step
-
-    def stopping(self, batches, index):
-        step(self, batches, index)
-        if self.global_step == stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(Task, "training_step", stopping)
-    assert run(image_config(*BOTH, "run_id=cut"), []) == 143
-    monkeypatch.setattr(Task, "training_step", step)
+    with stopped_at(stop, monkeypatch):
+        assert run(image_config(*BOTH, "run_id=cut"), []) == 143
     assert go_on(tmp_path, "cut") == 0
     straight, cut = (tmp_path / "runs" / name for name in ("straight", "cut"))
     assert figures(cut) == figures(straight)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 import torch
 
@@ -16,7 +13,7 @@ from flashtrain.training.loop import Loop
 from flashtrain.training.run import run
 from flashtrain.training.task import Task
 
-from .conftest import figures, go_on, metrics, summary
+from .conftest import figures, go_on, metrics, stopped_at, summary
 
 pytest.importorskip("numba")
 
@@ -133,16 +130,8 @@ def test_stopped_anywhere_and_resumed_it_is_equal_bit_for_bit(
     chance_below(2)
     changes = (*CHANGES, stages)
     assert run(image_config(*changes, "run_id=straight"), []) == 0
-    step = Task.training_step
-
-    def stopping(self, batches, index):
-        step(self, batches, index)
-        if self.global_step == stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(Task, "training_step", stopping)
-    assert run(image_config(*changes, "run_id=cut"), []) == 143
-    monkeypatch.setattr(Task, "training_step", step)
+    with stopped_at(stop, monkeypatch):
+        assert run(image_config(*changes, "run_id=cut"), []) == 143
     assert go_on(tmp_path, "cut") == 0
     straight, cut = (tmp_path / "runs" / name for name in ("straight", "cut"))
     assert figures(cut) == figures(straight)
