@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtrain.attention import layouts
-from flashtrain.attention.backends import BACKENDS, choose_backend, supported
+from flashtrain.attention.backends import BACKENDS, choose_backend, portable_backward, supported
 from flashtrain.attention.block_layout import BlockLayout
 from flashtrain.attention.lists import check_lists
 from flashtrain.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
@@ -115,10 +115,10 @@ def attention(
     _check_plan(plan, q, k)
     group = q.shape[1] // k.shape[1]
     chosen = choose_backend(backend, q, return_lse, plan.blocks, group)
-    if not torch.compiler.is_compiling():
-        _say_once(backend, chosen, q, plan.blocks, group)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if not torch.compiler.is_compiling():
+        _say_once(backend, chosen, q, plan.blocks, group, deterministic)
     if chosen == "sdpa":
         return sdpa_attention(q, k, v, plan, scale)
     if chosen == "standard":
@@ -158,13 +158,15 @@ def _check_plan(plan: Plan, q: Tensor, k: Tensor) -> None:
     check_lists(plan.q_lists, plan.blocks, q)
 
 
-def _say_once(requested: str, chosen: str, q: Tensor, blocks: tuple[int, ...], group: int) -> None:
-    if requested != "auto":
-        return
-    key = (chosen, q.dtype, q.shape[-1], q.device, blocks, group)
+def _say_once(requested: str, chosen: str, q: Tensor, blocks: tuple[int, ...], group: int, deterministic: bool) -> None:
+    key = (requested, chosen, q.dtype, q.shape[-1], q.device, blocks, group, deterministic)
     if key in _said:
         return
     _said.add(key)
+    if chosen == "hopper" and (reason := portable_backward(q.shape[-1], blocks, deterministic)):
+        _say(f"attention takes the portable kernels for the backward pass: {reason}")
+    if requested != "auto":
+        return
     line = f"attention takes the {chosen} backend for {q.dtype}, head_dim {q.shape[-1]}, on {q.device.type}"
     if (
         chosen == "portable"
@@ -174,6 +176,10 @@ def _say_once(requested: str, chosen: str, q: Tensor, blocks: tuple[int, ...], g
         line += f": {reason}"
     if chosen in ("sdpa", "standard"):
         line += f": {supported('portable', q) or 'Triton interprets its kernels here, for tests'}"
+    _say(line)
+
+
+def _say(line: str) -> None:
     if line not in _said:
         _said.add(line)
         _log.info(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ BACKENDS = ("auto", "hopper", "portable", "sdpa", "standard")
 # What the kernels hold in registers and shared memory ends here.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-HOPPER_HEAD_DIMS = (64, 128)
+# Smaller head dims waste most of a Hopper tile, of 64 columns at least.
+HOPPER_MIN_HEAD_DIM = 40
+# The Hopper backward pass, and block layouts, end here: larger head dims take more registers than there are.
+HOPPER_BACKWARD_HEAD_DIM = 128
 # Queries and keys a block of a layout that the Hopper kernels walk.
 HOPPER_BLOCK = (128, 128)
 
@@ -47,12 +51,24 @@ def _unsupported_by_hopper(q: Tensor, blocks: tuple[int, ...], group: int) -> st
         return "the Hopper kernels need compute capability 9.0"
     if q.dtype == torch.float32:
         return "the Hopper kernels take float16 and bfloat16, not float32"
-    if q.shape[-1] not in HOPPER_HEAD_DIMS:
-        return f"the Hopper kernels take head_dim {' and '.join(map(str, HOPPER_HEAD_DIMS))}, not {q.shape[-1]}"
+    head_dim = q.shape[-1]
+    if head_dim < HOPPER_MIN_HEAD_DIM or head_dim % 8:
+        return f"the Hopper kernels take head_dim {HOPPER_MIN_HEAD_DIM} and more in steps of 8, not {head_dim}"
+    if blocks and head_dim > HOPPER_BACKWARD_HEAD_DIM:
+        return f"the Hopper kernels take layouts up to head_dim {HOPPER_BACKWARD_HEAD_DIM}, not {head_dim}"
     if blocks and blocks[:2] != HOPPER_BLOCK:
         return f"the Hopper kernels take layouts of {HOPPER_BLOCK} blocks, not {blocks[:2]}"
     if blocks and blocks[3] > 1 and group > 1:
         return "the Hopper kernels take no layouts by head together with grouped-query heads"
+    return None
+
+
+def portable_backward(head_dim: int, blocks: Sequence[int], deterministic: bool) -> str | None:
+    """Why the backward pass of the Hopper kernels goes to the portable ones, or None if it does not."""
+    if head_dim > HOPPER_BACKWARD_HEAD_DIM:
+        return f"the Hopper backward pass takes head_dim up to {HOPPER_BACKWARD_HEAD_DIM}, not {head_dim}"
+    if blocks and deterministic:
+        return "the Hopper backward pass over a block layout is not deterministic"
     return None
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -18,8 +19,31 @@ BLOCK_SIZES = ((64, 64), (128, 128), (128, 64))
 _log = logging.getLogger(__name__)
 
 
+def num_blocks(seq_len: int, block: int) -> int:
+    """How many blocks a length takes; the last one may be cut off by it."""
+    return -(-seq_len // block)
+
+
+@dataclass(frozen=True)
+class BlockedLengths:
+    """Numbers of queries and keys, and how many of them make a block."""
+
+    seq_q: int
+    seq_k: int
+    block_q: int
+    block_k: int
+
+    @property
+    def num_q_blocks(self) -> int:
+        return num_blocks(self.seq_q, self.block_q)
+
+    @property
+    def num_k_blocks(self) -> int:
+        return num_blocks(self.seq_k, self.block_k)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockLayout(Mask):
+class BlockLayout(BlockedLengths, Mask):
     """The blocks of keys that each block of queries sees; the last block of each may be cut off by the length.
 
     A layout equals only itself: build it once, not once a step. It joins other masks by `&`, and then an element is
@@ -36,32 +60,23 @@ class BlockLayout(Mask):
         ValueError: a block size that no kernel takes, or starts and blocks that are no such rows.
     """
 
-    seq_q: int
-    seq_k: int
-    block_q: int
-    block_k: int
     heads: int
     starts: Tensor
     blocks: Tensor
+    _checked: bool = field(default=False, kw_only=True)
     _elsewhere: dict[torch.device, BlockLayout] = field(default_factory=dict, init=False)
 
-    # The parent compares by fields, and would take any two layouts for equal.
+    # The parents compare by fields, and would take any two layouts of the same lengths for equal.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
     def __post_init__(self) -> None:
+        if self._checked:
+            return
         _check_layout(self)
         blind = int((self.starts.diff() == 0).sum())
         if blind and self.num_k_blocks:
             _say_blind(blind, self.heads * self.num_q_blocks, self.seq_q, self.seq_k)
-
-    @property
-    def num_q_blocks(self) -> int:
-        return -(-self.seq_q // self.block_q)
-
-    @property
-    def num_k_blocks(self) -> int:
-        return -(-self.seq_k // self.block_k)
 
     @property
     def density(self) -> float:
@@ -72,14 +87,25 @@ class BlockLayout(Mask):
         """How many blocks each block of queries sees, int64 [heads, num_q_blocks]."""
         return self.starts.diff().reshape(self.heads, self.num_q_blocks)
 
+    @cached_property
+    def entries(self) -> Tensor:
+        """Head, block of queries and block of keys of each visible block, int32 [3, visible blocks]; made once."""
+        # How many there are is given, so that nobody has to ask the device.
+        row = torch.repeat_interleave(self.starts.diff().int(), output_size=len(self.blocks))
+        rows_a_head = max(1, self.num_q_blocks)
+        return torch.stack((row // rows_a_head, row % rows_a_head, self.blocks))
+
     def to(self, device: torch.device | str) -> BlockLayout:
         """The layout on a device; copied there once."""
         device = torch.device(device)
+        if device.type == "cuda" and device.index is None:  # "cuda" is the current one, and equals none with a number
+            device = torch.device("cuda", torch.cuda.current_device())
         if device == self.blocks.device:
             return self
         if device not in self._elsewhere:
             starts, blocks = self.starts.to(device), self.blocks.to(device)
-            self._elsewhere[device] = replace(self, starts=starts, blocks=blocks)
+            # What is right here is right there, and to look once more the host would wait for the device.
+            self._elsewhere[device] = replace(self, starts=starts, blocks=blocks, _checked=True)
         return self._elsewhere[device]
 
     def __repr__(self) -> str:
@@ -91,9 +117,7 @@ def _check_layout(layout: BlockLayout) -> None:
     require("seq_q", layout.seq_q, 0)
     require("seq_k", layout.seq_k, 0)
     require("heads", layout.heads, 1)
-    if (layout.block_q, layout.block_k) not in BLOCK_SIZES:
-        sizes = ", ".join(f"{q} x {k}" for q, k in BLOCK_SIZES)
-        raise ValueError(f"block={layout.block_q} x {layout.block_k}: the kernels take blocks of {sizes}")
+    require_block((layout.block_q, layout.block_k), layout.block_q, layout.block_k)
     starts, blocks = layout.starts, layout.blocks
     num_rows = layout.heads * layout.num_q_blocks
     if starts.dtype != torch.int64 or starts.shape != (num_rows + 1,):
@@ -128,10 +152,10 @@ def _say_blind(blind: int, num_rows: int, seq_q: int, seq_k: int) -> None:
 
 
 def per_head(layouts: Sequence[BlockLayout]) -> BlockLayout:
-    """One layout from those of each query head, in order.
+    """One layout from those of each query head, in order; on the device of the first.
 
     Raises:
-        ValueError: none at all, or layouts for different lengths, blocks or devices.
+        ValueError: none at all, or layouts for different lengths or blocks.
     """
     if not layouts:
         raise ValueError("layouts=[]: give one layout for each head")
@@ -156,7 +180,14 @@ def per_head(layouts: Sequence[BlockLayout]) -> BlockLayout:
     )
 
 
+def require_block(given: object, block_q: int, block_k: int) -> None:
+    """Raises ValueError, which shows the block as it was given, where no kernel takes blocks of this size."""
+    if (block_q, block_k) not in BLOCK_SIZES:
+        sizes = ", ".join(f"{q} x {k}" for q, k in BLOCK_SIZES)
+        raise ValueError(f"block={given}: the kernels take blocks of {sizes}; give 64, 128 or (128, 64)")
+
+
 def require(name: str, value: int, least: int) -> None:
-    """Raises ValueError where a number is below the least that makes sense."""
-    if value < least:
+    """Raises ValueError where a number is not whole, or below the least that makes sense."""
+    if not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name}={value}: give a whole number >= {least}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from flashtrain.attention.block_layout import BLOCK_SIZES, BlockLayout, require
+from flashtrain.attention.block_layout import BlockedLengths, BlockLayout, require, require_block
 
 # One length for queries and keys, or a pair of lengths; likewise blocks.
 SeqLen = int | tuple[int, int]
@@ -19,22 +20,10 @@ Pairs = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Grid:
+class Grid(BlockedLengths):
     """The blocks of one pair of lengths, and pairs (block of queries, block of keys) in it."""
 
-    seq_q: int
-    seq_k: int
-    block_q: int
-    block_k: int
     device: torch.device
-
-    @property
-    def num_q_blocks(self) -> int:
-        return -(-self.seq_q // self.block_q)
-
-    @property
-    def num_k_blocks(self) -> int:
-        return -(-self.seq_k // self.block_k)
 
     def own_range(self) -> tuple[Tensor, Tensor]:
         """First and last block of keys at the positions of each block of queries, int64 [num_q_blocks] each. With more
@@ -95,20 +84,17 @@ def grid_of(seq_len: SeqLen, block: Blocks, device: Device) -> Grid:
     """The grid of a pair of lengths.
 
     Raises:
-        ValueError: a negative length, or a block size that no kernel takes.
+        ValueError: lengths or blocks that are no whole numbers, a negative length, a block size that no kernel takes.
     """
     seq_q, seq_k = _pair("seq_len", seq_len)
     block_q, block_k = _pair("block", block)
     require("seq_len", min(seq_q, seq_k), 0)
-    if (block_q, block_k) not in BLOCK_SIZES:
-        sizes = ", ".join(f"{q} x {k}" for q, k in BLOCK_SIZES)
-        raise ValueError(f"block={block}: the kernels take blocks of {sizes}; give 64, 128 or (128, 64)")
+    require_block(block, block_q, block_k)
     return Grid(seq_q, seq_k, block_q, block_k, torch.device("cpu" if device is None else device))
 
 
 def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
-    if isinstance(value, int):
-        return value, value
-    if len(value) != 2:
-        raise ValueError(f"{name}={value}: give one number, or one for queries and one for keys")
-    return int(value[0]), int(value[1])
+    pair = tuple(value) if isinstance(value, Sequence) else (value, value)
+    if len(pair) != 2 or not all(isinstance(part, Integral) for part in pair):
+        raise ValueError(f"{name}={value!r}: give one whole number, or one for queries and one for keys")
+    return int(pair[0]), int(pair[1])

@@ -63,7 +63,7 @@ def tiles_2d(
 
 
 def _unique_pairs(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Each pair once, sorted by first and then second."""
+    """Each pair once, sorted by first and then second; int64 [pairs] each."""
     factor = int(second.max()) + 1 if len(second) else 1
     key = torch.unique(first * factor + second)
     return key // factor, key % factor

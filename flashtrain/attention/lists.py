@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtrain.attention.block_layout import BlockLayout
+from flashtrain.attention.block_layout import BlockLayout, num_blocks
 
 
 class Lists(NamedTuple):
@@ -35,84 +35,88 @@ class Lists(NamedTuple):
 def build_lists(layout: BlockLayout, lo: Tensor, hi: Tensor) -> Lists:
     """The lists of a layout whose queries see only the keys [lo, hi).
 
-    Time and memory go with the layout's visible blocks and the lengths, and the host never waits for the device.
+    Time and memory go with the layout's visible blocks and the lengths, and the host never waits for the device. Few
+    operations, most of them for both directions at once: lists are short, and what they cost is to launch them.
 
     Args:
         layout: on the device of lo and hi.
-        lo, hi: int [batches, seq_q], sorted in each row; `Plan.intervals`.
+        lo, hi: int32 or int64 [batches, seq_q], both of one dtype, sorted in each row; `Plan.intervals`.
 
     Raises:
         ValueError: more blocks than 32 bits can count.
     """
-    batches, num_rows = lo.shape[0], layout.heads * layout.num_q_blocks
-    # Row of each entry, and what it is made of; the size is given so that nobody has to ask the device for it.
-    row = torch.arange(num_rows, device=lo.device).repeat_interleave(
-        layout.starts.diff(), output_size=len(layout.blocks)
-    )
-    head = row // max(1, layout.num_q_blocks)
-    q_block, k_block = row - head * layout.num_q_blocks, layout.blocks.long()
-    pairs = _visible_pairs(lo.long(), hi.long(), q_block, k_block, layout)
-    visible, full = pairs > 0, pairs == layout.block_q * layout.block_k
-    batch = torch.arange(batches, device=lo.device)[:, None]
-    return Lists(
-        _pack(batch * num_rows + row, k_block, visible, full, batches * layout.heads, layout.num_q_blocks),
-        _pack(
-            (batch * layout.heads + head) * layout.num_k_blocks + k_block,
-            q_block, visible, full, batches * layout.heads, layout.num_k_blocks,
-        ),
-        (layout.block_q, layout.block_k, batches, layout.heads),
-        pairs.sum().double() / (batches * layout.heads),
-    )  # fmt: skip
-
-
-def _visible_pairs(lo: Tensor, hi: Tensor, q_block: Tensor, k_block: Tensor, layout: BlockLayout) -> Tensor:
-    """How many elements of each block are visible, int64 [batches, entries]: over the block's queries the sum of hi
-    less that of lo, both clamped to the block's keys."""
-    first_q = q_block * layout.block_q
-    last_q = (first_q + layout.block_q).clamp(max=layout.seq_q)
-    edges = (torch.arange(layout.num_k_blocks + 1, device=lo.device) * layout.block_k).clamp(max=layout.seq_k)
-    return _clamped_sum(hi, first_q, last_q, edges, k_block) - _clamped_sum(lo, first_q, last_q, edges, k_block)
-
-
-def _clamped_sum(bound: Tensor, first_q: Tensor, last_q: Tensor, edges: Tensor, k_block: Tensor) -> Tensor:
-    """For each block the sum of min(max(bound, its first key), its last key + 1) over its queries.
-
-    `bound` never decreases, so that a block's queries are three runs: below its keys, among them, and above.
-    """
-    below = torch.searchsorted(bound, edges.expand(len(bound), -1).contiguous(), right=True)
-    sums = torch.nn.functional.pad(bound.cumsum(1), (1, 0))
-    among = below[:, k_block].clamp(first_q, last_q)
-    above = below[:, k_block + 1].clamp(first_q, last_q)
-    inside = sums.gather(1, above) - sums.gather(1, among)
-    return (among - first_q) * edges[k_block] + inside + (last_q - above) * edges[k_block + 1]
-
-
-def _pack(number: Tensor, block: Tensor, visible: Tensor, full: Tensor, owners: int, num_blocks: int) -> Tensor:
-    """The sections at the top of this file from entries in any order of lists, ascending within each.
-
-    number: the list of each entry, [batches, entries]; block: what it visits, [entries].
-    """
-    num_lists = owners * num_blocks
-    # Sorted by list, full before partial, and what is not visible behind all lists.
-    key = torch.where(visible, 2 * number + ~full, 2 * num_lists).flatten()
-    if 3 * num_lists + len(key) >= 2**31 - 1:
+    batches, heads = lo.shape[0], layout.heads
+    owners = batches * heads
+    # Both directions number their lists with so many blocks a head; those beyond a direction's own stay empty.
+    width = max(1, layout.num_q_blocks, layout.num_k_blocks)
+    num_lists, num_entries = owners * width, batches * len(layout.blocks)
+    if 3 * num_lists + num_entries >= 2**31 - 1:
         raise ValueError(
-            f"mask: {len(key):,} blocks (batch rows and heads counted) do not fit 32-bit lists; take fewer"
+            f"mask: {num_entries:,} visible blocks in {num_lists:,} rows of blocks (batch rows and heads counted) do "
+            "not fit 32-bit work lists; give a layout with fewer or larger blocks, or fewer batch rows"
         )
-    key, position = key.int().sort(stable=True)
-    entries = block.expand_as(visible).flatten()[position]
-    bounds = torch.searchsorted(key, torch.arange(2 * num_lists + 1, device=key.device, dtype=torch.int32))
-    starts, full_ends = bounds[::2], bounds[1::2]
-    lengths = starts.diff().reshape(owners, num_blocks)
-    order = lengths.sort(dim=1, descending=True, stable=True).indices
-    header = 3 * num_lists + 1
-    return torch.cat((starts + header, full_ends + header, order.flatten(), entries)).int()
+    pairs = _visible_pairs(lo, hi, layout)
+    head, blocks = layout.entries[0], layout.entries[1:]
+    # Everything below has both directions in its first dimension: lists of queries, lists of keys.
+    first_list = torch.arange(0, num_lists, heads * width, device=lo.device, dtype=torch.int32)[:, None]
+    number = torch.add(blocks, head, alpha=width)[:, None] + first_list  # [2, batches, entries]
+    # Sorted by list, full before partial, and what is not visible behind all lists.
+    key = torch.add(pairs != layout.block_q * layout.block_k, number, alpha=2).masked_fill_(pairs == 0, 2 * num_lists)
+    key, position = key.flatten(1).sort(stable=True)
+    # A block of queries visits keys, a block of keys queries.
+    visited = blocks.flip(0)[:, None].expand(-1, batches, -1).flatten(1).gather(1, position)
+    keys = torch.arange(2 * num_lists + 2, device=lo.device, dtype=torch.int32).expand(2, -1).contiguous()
+    places = torch.searchsorted(key, keys, out_int32=True).unflatten(1, (-1, 2))
+    lengths = places[..., 0].diff().unflatten(1, (owners, width))
+    order = lengths.sort(descending=True, stable=True).indices.int()
+    sizes = (layout.num_q_blocks, layout.num_k_blocks)
+    q_lists, k_lists = (_pack(*parts) for parts in zip(places, order, visited, sizes, strict=True))
+    mean_pairs = pairs.sum(dtype=torch.float64) / owners
+    return Lists(q_lists, k_lists, (layout.block_q, layout.block_k, batches, heads), mean_pairs)
+
+
+def _visible_pairs(lo: Tensor, hi: Tensor, layout: BlockLayout) -> Tensor:
+    """How many elements of each block are visible, int64 [batches, entries]: over the block's queries the sum of hi
+    less that of lo, both clamped to the block's keys.
+
+    A bound never decreases from one query to the next. Let a block's keys be [e0, e1), n0 and n1 the first of its
+    queries whose bounds pass e0 and e1, and S(n) the sum of the bounds before query n. Then the clamped sum is
+    (S(n1) - n1 e1) - (S(n0) - n0 e0) and a term that hi and lo have in common.
+    """
+    _, q_block, k_block = layout.entries
+    bounds = torch.stack((hi, lo))
+    sums = torch.nn.functional.pad(bounds.cumsum(2), (1, 0))
+    # The last edge may lie beyond the keys: no bound does.
+    edges = torch.arange(
+        0, (layout.num_k_blocks + 1) * layout.block_k, layout.block_k, device=lo.device, dtype=lo.dtype
+    )
+    passed = torch.searchsorted(bounds, edges.expand(*bounds.shape[:2], -1).contiguous(), right=True)
+    edge = k_block + torch.arange(2, device=lo.device)[:, None]
+    first = q_block * layout.block_q
+    query = passed[..., edge].clamp(first, first + layout.block_q)  # n0 and n1: [2, batches, 2, entries]
+    up_to = sums.gather(2, query.flatten(2)).view_as(query).addcmul(query, edge, value=-layout.block_k)
+    clamped = up_to[:, :, 1] - up_to[:, :, 0]
+    return clamped[0] - clamped[1]
+
+
+def _pack(places: Tensor, order: Tensor, visited: Tensor, num_rows: int) -> Tensor:
+    """The sections at the top of this file, for one direction.
+
+    Args:
+        places: [owners * width + 1, 2], where in `visited` each list begins and where its full entries end.
+        order: [owners, width], the blocks of each batch row and head, longest list first; num_rows of them are real.
+        visited: [batches * entries], what the lists visit, one list behind the other.
+    """
+    owners, width = order.shape
+    places = places + (3 * owners * num_rows + 1)
+    starts, full_ends = places[:-1].unflatten(0, (owners, width))[:, :num_rows].flatten(0, 1).unbind(1)
+    return torch.cat((starts, places[-1:, 0], full_ends, order[:, :num_rows].flatten(), visited))
 
 
 def dense_blocks(q_lists: Tensor, blocks: Sequence[int], seq_q: int, seq_k: int) -> Tensor:
     """The visited blocks as a bool tensor of elements, [batches, heads, seq_q, seq_k]. Needs N x N memory."""
     block_q, block_k, batches, heads = blocks
-    num_q_blocks, num_k_blocks = -(-seq_q // block_q), -(-seq_k // block_k)
+    num_q_blocks, num_k_blocks = num_blocks(seq_q, block_q), num_blocks(seq_k, block_k)
     num_lists = batches * heads * num_q_blocks
     starts, entries = q_lists[: num_lists + 1], q_lists[3 * num_lists + 1 :]
     position = torch.arange(3 * num_lists + 1, len(q_lists), device=q_lists.device, dtype=torch.int32)
@@ -134,11 +138,11 @@ def list_strides(blocks: Sequence[int], seq_len: int, side: int) -> tuple[int, i
     if not blocks:
         return 0, 0, 0
     batches, heads = blocks[2:]
-    num_blocks = -(-seq_len // blocks[side])
+    lists_a_head = num_blocks(seq_len, blocks[side])
     return (
-        batches * heads * num_blocks,
-        heads * num_blocks if batches > 1 else 0,
-        num_blocks if heads > 1 else 0,
+        batches * heads * lists_a_head,
+        heads * lists_a_head if batches > 1 else 0,
+        lists_a_head if heads > 1 else 0,
     )
 
 

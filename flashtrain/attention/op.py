@@ -128,8 +128,9 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, limits: Limits, scale: float, backend: str, deterministic: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[Limits, float, str, bool]
     ) -> tuple[Tensor, Tensor]:
+        limits, scale, backend, deterministic = settings
         output: tuple[Tensor, Tensor] = kernels_of(backend).forward(q, k, v, limits, scale)
         _remember(ctx, q, k, v, output, limits, scale, backend, deterministic)
         return output
@@ -138,12 +139,12 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None or torch.is_grad_enabled() or is_in_torch_dispatch_mode():
             # Rare ways, and those where somebody watches: by the operators, which also refuse a second derivative.
-            return *_gradients(ctx, dout, dlse), None, None, None, None
+            return *_gradients(ctx, dout, dlse), None
         q, k, v, out, lse = ctx.saved_tensors
         grads = kernels_of(ctx.backend).gradients(
             dout, q, k, v, out, lse, dlse, ctx.limits, ctx.scale, ctx.deterministic
         )
-        return *grads, None, None, None, None
+        return *grads, None
 
 
 def flash_attention(
@@ -152,7 +153,7 @@ def flash_attention(
     """out and lse by the kernels of `backend`."""
     if torch.compiler.is_compiling() or _watched(q, k, v):
         return torch.ops.flashtrain.attention_forward(q, k, v, *plan.limits, scale, backend, deterministic)
-    return _Direct.apply(q, k, v, plan.limits, scale, backend, deterministic)
+    return _Direct.apply(q, k, v, (plan.limits, scale, backend, deterministic))
 
 
 def _watched(*tensors: Tensor) -> bool:

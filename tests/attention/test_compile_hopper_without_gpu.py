@@ -26,12 +26,14 @@ ENTRIES = [
     *[("forward", 64, "bfloat16", False, 1, mask, 0) for mask in (FULL, CAUSAL, WINDOW)],
     *[("forward", 64, "bfloat16", True, 1, mask, 0) for mask in (FULL, CAUSAL, DOCUMENTS)],
     *[("forward", 128, "bfloat16", False, 1, mask, 0) for mask in (FULL, CAUSAL, WINDOW, DOCUMENTS)],
+    *[("forward", 256, "bfloat16", False, 1, mask, 0) for mask in (FULL, CAUSAL, DOCUMENTS)],
     ("forward", 128, "float16", False, 1, CAUSAL, 0),
+    ("backward", 96, "bfloat16", False, 1, B_CAUSAL, 96),
     *[("backward", 64, "bfloat16", False, 1, mask, 288) for mask in (B_FULL, B_CAUSAL, B_WINDOW, B_DOCUMENTS)],
     *[("backward", 128, "bfloat16", False, 1, mask, 96) for mask in (B_FULL, B_CAUSAL, B_WINDOW, B_DOCUMENTS)],
     *[
         ("ordered", head_dim, "bfloat16", False, 1, mask, allowed)
-        for head_dim, all_allowed in ((64, (80, 160, 320)), (128, (32, 96, 192)))
+        for head_dim, all_allowed in ((64, (80, 160, 320)), (128, (40, 96, 192)))
         for mask, allowed in zip((B_FULL, B_CAUSAL, B_DOCUMENTS), all_allowed, strict=True)
     ],
     *[("forward", head_dim, "bfloat16", False, 1, BLOCKS, 0) for head_dim in (64, 128)],
@@ -41,7 +43,7 @@ ENTRIES = [
 ]
 PROGRAM = """
 import dataclasses, json, sys, torch, triton
-from flashtrain.attention.hopper.configs import BACKWARD, forward_config
+from flashtrain.attention.hopper.configs import BACKWARD, forward_config, tile_width
 from flashtrain.attention.hopper.offline import compile_backward, compile_forward
 print(triton.__version__)
 for name, head_dim, dtype, short, group, mask, _ in json.loads(sys.argv[1]):
@@ -50,7 +52,7 @@ for name, head_dim, dtype, short, group, mask, _ in json.loads(sys.argv[1]):
         config = forward_config(head_dim, 1024 if short else 65536, False, mask["TABLE"], mask["LISTS"])
         resources = compile_forward(head_dim, dtype, config, **mask)
     else:
-        resources = compile_backward(head_dim, dtype, BACKWARD[head_dim], group, name == "ordered", **mask)
+        resources = compile_backward(head_dim, dtype, BACKWARD[tile_width(head_dim)], group, name == "ordered", **mask)
     print(json.dumps(dataclasses.asdict(resources)), flush=True)
 """
 # What `calls` would launch, on CPU tensors, without launching it.
@@ -60,16 +62,19 @@ import torch
 from flashtrain.attention import Causal, Documents, layouts, lower
 from flashtrain.attention.hopper import calls
 
-def launch(kernel, q, setup, arguments):
-    given = [*arguments, *setup.values]
+def launch(kernel, q, setup, described, pointers):
     names = kernel.arg_names
-    assert len(given) == len(names), (kernel, len(given), len(names))
-    assert list(setup.constants) == names[len(arguments):], kernel
+    given = [*described, *pointers, *setup.numbers]
+    assert len(described) == len(setup.boxes), kernel
+    assert len(given) + len(setup.constants) == len(names), (kernel, len(given), len(names))
+    assert list(setup.constants) == names[len(given):], kernel
     for name, value in zip(names, given):
-        tensor = getattr(value, "base", value)
-        assert name.endswith(("_ptr", "_desc")) == isinstance(tensor, torch.Tensor), (kernel, name, value)
+        kind = name.rpartition("_")[2]
+        assert (kind == "desc") == any(value is tensor for tensor in described), (kernel, name)
+        assert (kind in ("ptr", "desc")) == isinstance(value, torch.Tensor), (kernel, name, value)
+        assert isinstance(value, float) == name.startswith("scale"), (kernel, name, value)
         integers = name in ("rows_ptr", "columns_ptr", "lists_ptr", "turns_ptr")
-        assert not isinstance(tensor, torch.Tensor) or (tensor.dtype == torch.int32) == integers, (kernel, name)
+        assert not isinstance(value, torch.Tensor) or (value.dtype == torch.int32) == integers, (kernel, name)
     print(kernel.fn.__name__ if hasattr(kernel, "fn") else kernel.__name__)
 
 calls.launch = launch

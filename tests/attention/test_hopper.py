@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -52,6 +53,20 @@ def hopper(case: Case) -> dict[str, Tensor]:
 def test_every_mask_is_right(device, dtype, head_dim, name, heads):
     case = make_case(device, dtype, MASKS[name], batch=2, heads=heads, seq=(703, 703), head_dim=head_dim)
     assert_accurate(case, "hopper")
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "documents"])
+@pytest.mark.parametrize("head_dim", [40, 48, 56, 72, 80, 96, 112, 120, 136, 192, 256])
+def test_every_head_dim_in_steps_of_8_is_right(device, head_dim, name):
+    """Tiles are wider than most of these; what lies beyond must be neither read nor written."""
+    case = make_case(device, BF16, MASKS[name], batch=2, heads=(4, 2), seq=(703, 703), head_dim=head_dim)
+    assert_accurate(case, "hopper")
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 192])
+@pytest.mark.parametrize("seq", [(1, 1), (65, 129), (300, 2048), (2048, 300)], ids=str)
+def test_every_length_is_right_at_head_dims_between_tiles(device, seq, head_dim):
+    assert_accurate(make_case(device, BF16, Causal(), heads=(4, 1), seq=seq, head_dim=head_dim), "hopper")
 
 
 LENGTHS = [
@@ -130,7 +145,7 @@ def as_lying(case: Case) -> dict[str, Case]:
     return {name: Case(*four, case.dlse, case.scale, case.plan) for name, four in changed.items()}
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 256])
 @pytest.mark.parametrize("which", ["fused", "misaligned", "poisoned", "columns", "expanded"])
 def test_any_strides_give_the_same_forward_bits_and_right_gradients(device, which, head_dim):
     case = make_case(device, BF16, Causal(), batch=2, heads=(4, 2), seq=(333, 457), head_dim=head_dim)
@@ -140,7 +155,7 @@ def test_any_strides_give_the_same_forward_bits_and_right_gradients(device, whic
     assert_accurate(variant, "hopper", results)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 96])
 @pytest.mark.parametrize("seq", [(703, 703), (300, 2048), (2048, 300)], ids=str)
 def test_every_element_of_every_result_is_written(device, seq, head_dim, monkeypatch):
     """Uninitialised memory holds NaN here, and what is left unwritten would show it."""
@@ -202,7 +217,7 @@ def test_block_layouts_that_the_kernels_do_not_walk_go_to_the_portable_ones(devi
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "documents", "full", "layout"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 96])
 def test_a_deterministic_pass_gives_the_same_bits_250_times(device, name, head_dim):
     mask = layouts.butterfly(703) if name == "layout" else MASKS[name]
     case = make_case(device, BF16, mask, batch=2, heads=(8, 2), seq=(703, 703), head_dim=head_dim)
@@ -311,7 +326,14 @@ def test_another_stream_waits_for_nothing_and_is_right(device):
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "expected"),
-    [(BF16, 64, "hopper"), (FP16, 128, "hopper"), (torch.float32, 64, "portable"), (BF16, 80, "portable")],
+    [
+        (BF16, 64, "hopper"),
+        (FP16, 128, "hopper"),
+        (BF16, 96, "hopper"),
+        (torch.float32, 64, "portable"),
+        (BF16, 84, "portable"),
+        (BF16, 32, "portable"),
+    ],
     ids=str,
 )
 def test_auto_takes_the_kernels_where_they_apply_and_says_so(device, dtype, head_dim, expected, caplog):
@@ -326,6 +348,51 @@ def test_auto_takes_the_kernels_where_they_apply_and_says_so(device, dtype, head
     said = [record.message for record in caplog.records if expected in record.message]
     assert len(said) == 1
     assert expected == "hopper" or "the Hopper kernels take" in said[0]
+
+
+def messages_of(caplog, call) -> list[str]:
+    """What attention says in three calls."""
+    from flashtrain import attention as package
+    from flashtrain.attention.hopper import launch as launching
+
+    package._said.clear()
+    launching._say_copy.cache_clear()
+    with caplog.at_level(logging.INFO, logger="flashtrain.attention"):
+        for _ in range(3):
+            call()
+    return [record.message for record in caplog.records]
+
+
+def test_a_backward_pass_that_goes_to_the_portable_kernels_is_said_once(device, caplog):
+    wide = torch.randn(1, 2, 64, 256, device=device, dtype=BF16)
+    said = messages_of(caplog, lambda: attention(wide, wide, wide))
+    assert [line for line in said if "portable kernels for the backward pass" in line and "256" in line] == said[:1]
+    caplog.clear()
+    q = torch.randn(1, 2, 512, 64, device=device, dtype=BF16)
+    plan = lower(layouts.butterfly(512), 1, 512, 512, device)
+    said = messages_of(caplog, lambda: attention(q, q, q, plan, backend="hopper", deterministic=True))
+    assert len(said) == 1 and "block layout is not deterministic" in said[0]
+
+
+def test_copying_tensors_that_tma_cannot_address_is_said_once(device, caplog):
+    q = torch.randn(1, 2, 64, 65, device=device, dtype=BF16)[..., 1:]
+    said = messages_of(caplog, lambda: attention(q, q, q, backend="hopper"))
+    assert len(said) == 1 and "attention copies a tensor" in said[0]
+
+
+def test_many_tensors_and_threads_do_not_take_each_others_addresses(device, monkeypatch):
+    """A launch keeps room for its parameters and for some descriptors, which all launches of its kind share."""
+    from flashtrain.attention.hopper import driver
+
+    monkeypatch.setattr(driver, "_MAPS_KEPT", 2)
+    cases = [make_case(device, BF16, Causal(), heads=(2, 2), seq=(200, 200), seed=seed) for seed in range(8)]
+    expected = [hopper(case) for case in cases]
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            for results, alone in zip(pool.map(hopper, cases), expected, strict=True):
+                torch.cuda.synchronize()
+                assert torch.equal(results["out"], alone["out"]) and torch.equal(results["dk"], alone["dk"])
 
 
 def test_a_plan_of_another_batch_row_is_not_read(device):

@@ -208,6 +208,14 @@ def test_a_layout_equals_only_itself_and_joins_other_masks() -> None:
     assert parts(first & SlidingWindow(3) & first) == {first, SlidingWindow(3)}
 
 
+def test_a_layout_is_copied_to_a_device_once_and_not_looked_through_again() -> None:
+    layout = layouts.bigbird(1000, 64, heads=2)
+    assert layout.to("cpu") is layout
+    there = layout.to("meta")  # where no number can be looked at
+    assert there is layout.to(torch.device("meta")) and there.blocks.device.type == there.starts.device.type == "meta"
+    assert (there.heads, there.num_q_blocks, there.density) == (2, 16, layout.density)
+
+
 def test_a_layout_that_leaves_queries_blind_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     _say_blind.cache_clear()
     visible = torch.eye(5, dtype=torch.bool)
@@ -236,6 +244,9 @@ def _layout(starts: list[int], blocks: list[int], **changed: object) -> BlockLay
         (lambda: layouts.butterfly(640, (64, 128)), r"block=\(64, 128\)"),
         (lambda: layouts.butterfly((640, 640, 640)), "seq_len=.* one for queries and one for keys"),
         (lambda: layouts.butterfly(-1), "seq_len=-1"),
+        (lambda: layouts.butterfly(640.0), r"seq_len=640\.0: give one whole number"),  # type: ignore[arg-type]
+        (lambda: layouts.butterfly("640"), "seq_len='640': give one whole number"),  # type: ignore[arg-type]
+        (lambda: layouts.local_global(640, window=1.5), "window=1.5: give a whole number"),  # type: ignore[arg-type]
         (lambda: layouts.butterfly(640, max_stride=3), "max_stride=3: give a power of two"),
         (lambda: layouts.butterfly(640, global_blocks=-1), "global_blocks=-1"),
         (lambda: layouts.local_global(640, window=-1), "window=-1"),
@@ -258,6 +269,7 @@ def _layout(starts: list[int], blocks: list[int], **changed: object) -> BlockLay
         (lambda: layouts.per_head([]), r"layouts=\[\]"),
         (lambda: layouts.per_head([layouts.fixed(640), layouts.fixed(641)]), r"layouts\[1\] has seq_q=641"),
         (lambda: layouts.per_head([layouts.fixed(640), layouts.fixed(640, 64)]), r"layouts\[1\] has block_q=64"),
+        (lambda: _layout([0, 1], [0], block_q=64, block_k=128), r"block=\(64, 128\): .* give 64, 128 or \(128, 64\)"),
         (lambda: _layout([0, 1], [0]), r"starts is torch.int64 \(2,\): give int64 \(3,\)"),
         (lambda: _layout([0, 1, 1], [0], heads=2), r"give int64 \(5,\)"),
         (lambda: _layout([0, 1, 3], [0, 1]), "starts must rise from 0 to the 2 entries"),

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtrain.attention import BlockLayout, Causal, Documents, Full, Mask, Plan, SlidingWindow, layouts, lower
 from flashtrain.attention.block_layout import BLOCK_SIZES
+from flashtrain.attention.lists import build_lists
 from tests.attention.test_layouts import Largest, dense
 from tests.attention.test_plan import random_documents
 
@@ -131,40 +132,46 @@ def test_lowering_a_million_tokens_takes_memory_for_the_visible_blocks_only() ->
     layout = layouts.window_sinks(2**20, window=8)
     with Largest() as made:
         plan = lower(Causal() & layout, 1, 2**20, 2**20, "cpu")
-    assert made.largest <= 2**20 + 1, made.largest  # lo and hi of every query
+    assert made.largest <= 2 * (2**20 + 1), made.largest  # lo and hi of every query
     assert plan.q_lists is not None and len(plan.q_lists) == 3 * 8192 + 1 + len(layout.blocks)
 
 
-class Waits(TorchDispatchMode):
-    """Names of operators for which the host would wait for a GPU."""
+def test_lists_are_built_without_waiting_for_the_device() -> None:
+    """For documents that change every step lists are built every step. The meta device has no numbers to wait for."""
+    layout = layouts.bigbird(1000, 64, heads=2)
+    for mask in (Causal(), Causal() & Documents(((400, 600), (1000, 0)))):
+        shapes = []
+        for device in ("cpu", "meta"):
+            plan = lower(mask & layout, 2, 1000, 1000, device)
+            assert plan.q_lists is not None and plan.k_lists is not None
+            shapes.append((plan.q_lists.shape, plan.k_lists.shape))
+        assert shapes[0] == shapes[1]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
+
+class Launches(TorchDispatchMode):
+    """How many operators do something on the device: all but views."""
+
+    count = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
-        name = function.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "unique_dim"):
-            self.found.append(name)
-        if name == "repeat_interleave" and (options or {}).get("output_size") is None:
-            self.found.append("repeat_interleave without a size")
-        if name in ("index", "index_put_") and any(
-            isinstance(i, Tensor) and i.dtype == torch.bool for i in arguments[1] if i is not None
-        ):
-            self.found.append("indexing by a mask")
+        self.count += not function.is_view
         return function(*arguments, **(options or {}))
 
 
-def test_lists_are_built_without_waiting_for_the_device() -> None:
-    """For documents that change every step lists are built every step."""
-    with Waits() as waits:
-        layout = layouts.bigbird(1000, 64, heads=2)
-    assert waits.found  # a layout is built once, and may wait
-    for mask in (Causal(), Causal() & Documents(((400, 600), (1000, 0)))):
-        plain = lower(mask, 2, 1000, 1000, "cpu")
-        with Waits() as waits:
-            plan = lower(mask & layout, 2, 1000, 1000, "cpu")
-        assert waits.found == [] and plan.visible_pairs < plain.visible_pairs
+@pytest.mark.parametrize("heads", [1, 3])
+def test_lists_take_few_launches_whatever_they_hold(heads: int) -> None:
+    """Lists are short, so that they cost what their launches cost: built once a step, that must not be felt."""
+    layout = layouts.random_blocks((700, 900), 64, density=0.4, heads=heads)
+    launches = []
+    for documents in (((300, 400),), ((100, 600), (700, 0))):
+        intervals = lower(
+            Causal() & Documents(documents, ((300, 600),) * len(documents)), 2, 700, 900, "cpu"
+        ).intervals()
+        with Launches() as made:
+            build_lists(layout, *intervals)
+        launches.append(made.count)
+    # The first time the layout says where its blocks lie.
+    assert launches[0] <= 50 and launches[1] <= 45, launches
 
 
 def test_one_layout_and_mask_share_a_plan_and_no_others_do() -> None:
@@ -205,3 +212,10 @@ def test_plans_of_a_layout_live_no_longer_than_it_and_old_ones_give_way() -> Non
 def test_a_layout_that_does_not_fit_is_refused_by_name(mask: Callable[[], Mask], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lower(mask(), 1, 256, 256, "cpu")
+
+
+def test_more_lists_than_32_bits_can_count_are_refused_before_they_are_made() -> None:
+    layout = layouts.random_blocks(640, 64, density=1.0)
+    lo = torch.zeros(1, 640, dtype=torch.int32).expand(2**25, -1)
+    with pytest.raises(ValueError, match=r"mask: 3,355,443,200 visible blocks .* do not fit 32-bit work lists; give"):
+        build_lists(layout, lo, lo)

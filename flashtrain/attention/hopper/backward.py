@@ -28,6 +28,7 @@ from flashtrain.attention.hopper.backward_step import step
 from flashtrain.attention.hopper.compat import copy_to_shared
 from flashtrain.attention.hopper.turns import end_turn
 from flashtrain.attention.hopper.walk import (
+    LIST_BLOCK,
     block_at,
     blocks_of,
     heaviest_first,
@@ -48,10 +49,10 @@ _VARYING = (
 
 
 @gluon.jit
-def _keys(seq_k, heads, lists, GROUP: gl.constexpr, ORDERED: gl.constexpr, LISTS: gl.constexpr):
-    """First key, batch row and key head of this program. With ORDERED the last keys come first."""
+def _keys(seq_k, heads, lists, GROUP: gl.constexpr, LISTS: gl.constexpr):
+    """First key, batch row and key head of this program."""
     all_kv_heads, num_kv_heads, heads_together = heads
-    block, batch_head = tile_of(gl.program_id(0), gl.cdiv(seq_k, BLOCK_N), all_kv_heads, heads_together, ORDERED)
+    block, batch_head = tile_of(gl.program_id(0), gl.cdiv(seq_k, BLOCK_N), all_kv_heads, heads_together, False)
     batch, kv_head = batch_head // num_kv_heads, batch_head % num_kv_heads
     block = heaviest_first(lists, batch, kv_head * GROUP, block, LISTS)
     return block * BLOCK_N, batch, kv_head
@@ -63,7 +64,7 @@ def _walk(
     LISTS: gl.constexpr,
 ):  # fmt: skip
     """begin, full_begin, full_end, end: the places of queries that see the 128 keys from first_key, as in `blocks_of`.
-    Lists have places for blocks of 128 queries."""
+    Lists have places for blocks of LIST_BLOCK queries."""
     columns, stride_columns, seq_q, seq_k, left, right = mask
     if LISTS:
         begin, full_end, end = places_of(lists, batch, head, first_key // BLOCK_N)
@@ -75,21 +76,27 @@ def _walk(
 
 
 @gluon.jit
-def _turn(first_key, seq_k):
+def _turn(first_key):
     """The number of a program in the order in which they add to dq, from 1."""
-    return gl.cdiv(seq_k, BLOCK_N) - first_key // BLOCK_N
+    return first_key // BLOCK_N + 1
 
 
 @gluon.jit
-def _visit(j, lists, begin, num_blocks, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, LISTS: gl.constexpr):
-    """Query head of the group, place and tile of queries of step j. Query heads of a group share their list."""
+def _visit(
+    j, lists, begin, num_blocks, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, ORDERED: gl.constexpr,
+    LISTS: gl.constexpr,
+):  # fmt: skip
+    """Query head of the group, place and tile of queries of step j. Query heads of a group share their list. With
+    ORDERED the last queries come first."""
     member, rest = 0, j
     if GROUP > 1:
         member, rest = j // num_blocks, j % num_blocks
     if LISTS:
-        TILES: gl.constexpr = 128 // BLOCK_M
+        TILES: gl.constexpr = LIST_BLOCK // BLOCK_M
         place = begin + rest // TILES
-        return member, place, block_at(lists, place, LISTS) * TILES + rest % TILES
+        return member, place, block_at(lists, place) * TILES + rest % TILES
+    if ORDERED:
+        rest = num_blocks - 1 - rest
     return member, begin + rest, begin + rest
 
 
@@ -97,7 +104,7 @@ def _visit(j, lists, begin, num_blocks, GROUP: gl.constexpr, BLOCK_M: gl.constex
 def _count(begin, end, BLOCK_M: gl.constexpr, LISTS: gl.constexpr):
     """Tiles of queries of one head."""
     if LISTS:
-        return (end - begin) * (128 // BLOCK_M)
+        return (end - begin) * (LIST_BLOCK // BLOCK_M)
     return end - begin
 
 
@@ -109,16 +116,14 @@ def _produce(
 ):  # fmt: skip
     """The producer warp: keys and values once, then queries, dout and statistics step by step.
 
-    With ORDERED it also ends the turns. That waits for memory, and this warp has the time: when a stage is free, the
-    consumers have added what they computed from it, or with AHEAD what they computed before that.
+    With ORDERED it also ends the turns. That waits for memory, and this warp has the time.
     """
-    LAG: gl.constexpr = STAGES + 1 if AHEAD else STAGES
-    EXTRA: gl.constexpr = LAG - 1 if ORDERED else 0
+    EXTRA: gl.constexpr = STAGES - 1 if ORDERED else 0
     q_desc, k_desc, v_desc, dout_desc = descriptors
     lse_ptr, delta_ptr, stride_statistics = statistics
     q_s, dout_s, k_s, v_s, lse_s, delta_s, ds_s = buffers
-    kv_full, q_full, dout_full, free = barriers
-    first_key, batch, kv_head = _keys(mask[3], heads, lists, GROUP, ORDERED, LISTS)
+    kv_full, q_full, dout_full, free, added = barriers
+    first_key, batch, kv_head = _keys(mask[3], heads, lists, GROUP, LISTS)
     begin, full_begin, full_end, end = _walk(first_key, batch, kv_head * GROUP, mask, lists, BLOCK_M, 1, TABLE, LISTS)
     load_box(k_desc, [batch, kv_head, first_key, 0], kv_full.index(0), k_s, 2 * BLOCK_N * HEAD_DIM)
     load_box(v_desc, [batch, kv_head, first_key, 0], kv_full.index(1), v_s, 2 * BLOCK_N * HEAD_DIM)
@@ -132,7 +137,7 @@ def _produce(
         stage = j % STAGES
         mbarrier.wait(free.index(stage), ((j // STAGES) & 1) ^ 1)
         if EXTRA == 0 or j < steps:
-            member, place, block = _visit(j, lists, begin, num_blocks, GROUP, BLOCK_M, LISTS)
+            member, place, block = _visit(j, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LISTS)
             first = block * BLOCK_M
             statistics_at = row_of_head + member * stride_statistics + first
             copy_to_shared(lse_s.index(stage), lse_ptr + statistics_at + row)
@@ -144,38 +149,41 @@ def _produce(
             load_box(dout_desc, [batch, first_head + member, first, 0], dout_full.index(stage), dout_s.index(stage),
                      2 * BLOCK_M * HEAD_DIM)  # fmt: skip
         if ORDERED:
-            if j >= LAG:
-                member, place, block = _visit(j - LAG, lists, begin, num_blocks, GROUP, BLOCK_M, LISTS)
+            if j >= STAGES:
+                mbarrier.wait(added.index(stage), ((j // STAGES) & 1) ^ 1)
+                member, place, block = _visit(j - STAGES, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LISTS)
                 tile = (batch * heads[1] * GROUP + first_head + member) * (stride_statistics // BLOCK_M) + block
-                end_turn(turns_ptr + tile, _turn(first_key, mask[3]))
+                end_turn(turns_ptr + tile, _turn(first_key))
 
 
 @gluon.jit
 def _consume(
     C: gl.constexpr, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2,
     GROUP: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr, TABLE: gl.constexpr, LISTS: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr, TABLE: gl.constexpr,
+    LISTS: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup C: keys [64 C, 64 C + 64) of the program's 128."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     q_s, dout_s, k_s, v_s, lse_s, delta_s, ds_s = buffers
-    kv_full, q_full, dout_full, free = barriers
+    kv_full, q_full, dout_full, free, added = barriers
     columns, stride_columns, seq_q, seq_k, left, right = mask
     dq_ptr, tiles, turns_ptr, dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
-    first_key, batch, kv_head = _keys(seq_k, heads, lists, GROUP, ORDERED, LISTS)
+    first_key, batch, kv_head = _keys(seq_k, heads, lists, GROUP, LISTS)
     begin, full_begin, full_end, end = _walk(first_key, batch, kv_head * GROUP, mask, lists, BLOCK_M, 4, TABLE, LISTS)
     num_blocks = _count(begin, end, BLOCK_M, LISTS)
     steps = num_blocks * GROUP
-    # Programs add to a tile of dq from the last keys to the first, each behind the one before it where that visits the
-    # tile: with a causal mask that one has begun nearer to the tile. They start in that order too: nobody waits for a
-    # program that has no multiprocessor yet.
+    # Programs add to a tile of dq from the first keys to the last, each behind the one before it where that visits the
+    # tile. They walk from the last queries to the first: with a causal mask all of a head begin at one tile then, each
+    # behind the one that was started before it, the longest first, and none waits for a program that has no
+    # multiprocessor yet.
     turn, before_begin, before_end = 0, 0, 0
     if ORDERED:
-        turn = _turn(first_key, seq_k)
-        if first_key + BLOCK_N < seq_k:
+        turn = _turn(first_key)
+        if first_key > 0:
             before_begin, _full_begin, _full_end, before_end = _walk(
-                first_key + BLOCK_N, batch, kv_head * GROUP, mask, lists, BLOCK_M, 4, TABLE, LISTS
+                first_key - BLOCK_N, batch, kv_head * GROUP, mask, lists, BLOCK_M, 4, TABLE, LISTS
             )
     dq = (dq_ptr, tiles, turns_ptr, turn, before_begin, before_end)
     first_key += C * 64
@@ -192,7 +200,7 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=[s_next])
     mbarrier.wait(kv_full.index(1), 0)
     for j in range(steps):
-        member, place, block = _visit(j, lists, begin, num_blocks, GROUP, BLOCK_M, LISTS)
+        member, place, block = _visit(j, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LISTS)
         if LISTS:
             partial = place >= full_end
         else:
@@ -204,13 +212,15 @@ def _consume(
     if ORDERED:  # the turn of the last tile is not the producer's to end
         sync_at(12, "256")
         if steps > 0 and C == 0:
-            member, place, block = _visit(steps - 1, lists, begin, num_blocks, GROUP, BLOCK_M, LISTS)
+            member, place, block = _visit(steps - 1, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LISTS)
             end_turn(turns_ptr + (first_head + member) * tiles + block, turn)
     key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, d_layout))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, d_layout))[None, :]
     dk_base = dk_ptr + batch.to(gl.int64) * dk_strides[0] + kv_head.to(gl.int64) * dk_strides[1]
     dv_base = dv_ptr + batch.to(gl.int64) * dv_strides[0] + kv_head.to(gl.int64) * dv_strides[1]
     inside = (key < seq_k)[:, None]
+    if COLUMNS < HEAD_DIM:
+        inside = inside & (dim < COLUMNS)
     key = key.to(gl.int64)[:, None]
     gl.store(dk_base + key * dk_strides[2] + dim, (dk * scale).to(k_s.dtype), mask=inside)
     gl.store(dv_base + key * dv_strides[2] + dim, dv.to(k_s.dtype), mask=inside)
@@ -222,10 +232,10 @@ def backward_kernel(
     stride_columns, num_lists, lists_batch, lists_head, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     stride_statistics, all_kv_heads, num_kv_heads, heads_together, seq_q, seq_k, left, right, scale, scale_log2,
     GROUP: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, TABLE: gl.constexpr, BLOCK_M: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr,
+    HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr,
     LISTS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors over [batch, heads, seq, head_dim] with boxes of BLOCK_M queries and 128 keys; lse in base 2 and
+    """Descriptors over [batch, heads, seq, COLUMNS] with boxes of BLOCK_M queries and 128 keys; lse in base 2 and
     delta float32 [batch * num_heads, padded seq_q]; dq float32 [batch * num_heads * padded seq_q / BLOCK_M, 2, 4096],
     zeroed, a region for each tile and consumer; turns int32, one a tile, zeroed.
 
@@ -249,17 +259,19 @@ def backward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    added = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_full.index(1), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=33)  # 32 threads that copy statistics, and TMA
         mbarrier.init(dout_full.index(stage), count=33)
         mbarrier.init(free.index(stage), count=2)
+        mbarrier.init(added.index(stage), count=2)
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc, dout_desc)
     statistics = (lse_ptr, delta_ptr, stride_statistics)
     buffers = (q_s, dout_s, k_s, v_s, lse_s, delta_s, ds_s)
-    barriers = (kv_full, q_full, dout_full, free)
+    barriers = (kv_full, q_full, dout_full, free, added)
     mask = (columns_ptr, stride_columns, seq_q, seq_k, left, right)
     lists = (lists_ptr, num_lists, lists_batch, lists_head)
     heads = (all_kv_heads, num_kv_heads, heads_together)
@@ -269,9 +281,9 @@ def backward_kernel(
     )  # fmt: skip
     gl.warp_specialize([
         (_consume, (0, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, GROUP, AFTER,
-                    BEFORE, BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED, TABLE, LISTS)),
+                    BEFORE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE, LISTS)),
         (_consume, (1, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, GROUP, AFTER,
-                    BEFORE, BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED, TABLE, LISTS)),
+                    BEFORE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE, LISTS)),
         (_produce, (descriptors, statistics, turns_ptr, buffers, barriers, mask, lists, heads, GROUP, BLOCK_M, HEAD_DIM,
                     STAGES, AHEAD, ORDERED, TABLE, LISTS)),
     ], [4, 1], [240, 24])  # fmt: skip

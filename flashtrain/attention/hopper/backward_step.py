@@ -48,7 +48,7 @@ def step(
     query_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     key_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     q_s, dout_s, k_s, v_s, lse_s, delta_s, ds_s = buffers
-    kv_full, q_full, dout_full, free = barriers
+    kv_full, q_full, dout_full, free, added = barriers
     columns, stride_columns, seq_q, seq_k, left, right = mask
     dq_ptr, tiles, turns_ptr, turn, before_begin, before_end = dq
     dtype: gl.constexpr = k_s.dtype
@@ -112,6 +112,8 @@ def step(
         if (block >= before_begin) & (block < before_end) & (seen != turn - 1):
             await_turn(turns_ptr + tile, turn - 1)
     _add_dq(dq_ptr, tile * 2 + C, dq_part, dq_layout)
+    if ORDERED:
+        mbarrier.arrive(added.index(stage), count=1)
     if AHEAD:
         s = warpgroup_mma_wait(0, deps=[s_next])
     else:

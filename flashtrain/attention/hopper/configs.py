@@ -1,4 +1,8 @@
-"""Tile shapes of the Hopper kernels: a fixed table, so that bits never depend on a timing."""
+"""Tile shapes of the Hopper kernels: a fixed table, so that bits never depend on a timing.
+
+Tiles are as wide as the next head dim of 64, 128 and 256: TMA fills what a smaller one lacks with zeros, and leaves it
+out when it writes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class ForwardConfig:
     """Consumer warpgroups of 64 queries each, keys a tile, key and value tiles in flight, and registers a thread where
-    a limit lets two programs onto a multiprocessor."""
+    a limit lets several programs onto a multiprocessor."""
 
     consumers: int
     block_n: int = 128
@@ -30,19 +34,26 @@ class BackwardConfig:
     stages: int = 2
 
 
-FORWARD = {64: ForwardConfig(consumers=3), 128: ForwardConfig(consumers=2)}
-# With a block layout tiles are as large as its blocks, `backends.HOPPER_BLOCK`.
-LISTED = ForwardConfig(consumers=2)
-# Two small programs a multiprocessor hide each other's beginning and end, which is much of a short sequence.
-SHORT = {64: ForwardConfig(consumers=1, max_registers=128)}
+FORWARD = {64: ForwardConfig(consumers=3), 128: ForwardConfig(consumers=2), 256: ForwardConfig(consumers=2, block_n=64)}
+# Three small programs a multiprocessor hide each other's beginning and end, which is much of a short sequence.
+SHORT = {64: ForwardConfig(consumers=1, block_n=64, max_registers=80)}
+# With a block layout blocks, `backends.HOPPER_BLOCK`, are whole tiles.
+LISTED = {64: SHORT[64], 128: FORWARD[128]}
+# dk and dv of 128 keys and 256 columns would be more than the registers of two consumers.
 BACKWARD = {64: BackwardConfig(block_m=128, ahead=True), 128: BackwardConfig(block_m=64, ahead=False)}
+
+
+def tile_width(head_dim: int) -> int:
+    """Columns of a tile."""
+    return 64 if head_dim <= 64 else (128 if head_dim <= 128 else 256)
 
 
 def forward_config(head_dim: int, seq_k: int, full: bool, table: bool, lists: bool) -> ForwardConfig:
     """full: every query sees every key, otherwise rows are shorter than the sequence. table: documents, which need
     registers that three consumers do not have. lists: a block layout."""
+    width = tile_width(head_dim)
     if lists:
-        return LISTED
-    if head_dim in SHORT and (table or seq_k <= (1024 if full else 4096)):
-        return SHORT[head_dim]
-    return FORWARD[head_dim]
+        return LISTED[width]
+    if width in SHORT and (table or seq_k <= (1024 if full else 4096)):
+        return SHORT[width]
+    return FORWARD[width]

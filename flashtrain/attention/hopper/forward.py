@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtrain.attention.hopper.compat import as_box, box_to_global
 from flashtrain.attention.hopper.walk import (
+    LIST_BLOCK,
     LN_2,
     block_at,
     blocks_of,
@@ -58,10 +59,12 @@ def _pass_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
 def _tile(seq_q, heads, lists, BLOCK_M: gl.constexpr, LISTS: gl.constexpr):
     """First query, batch row, query head and key head of this program."""
     all_heads, num_heads, group, heads_together = heads
-    block, batch_head = tile_of(gl.program_id(0), gl.cdiv(seq_q, BLOCK_M), all_heads, heads_together, not LISTS)
+    TILES: gl.constexpr = LIST_BLOCK // BLOCK_M if LISTS else 1
+    num_blocks = gl.cdiv(seq_q, TILES * BLOCK_M) * TILES
+    block, batch_head = tile_of(gl.program_id(0), num_blocks, all_heads, heads_together, not LISTS)
     batch, head = batch_head // num_heads, batch_head % num_heads
-    block = heaviest_first(lists, batch, head, block, LISTS)
-    return block * BLOCK_M, batch, head, head // group
+    first = heaviest_first(lists, batch, head, block // TILES, LISTS) * TILES + block % TILES
+    return first * BLOCK_M, batch, head, head // group
 
 
 @gluon.jit
@@ -69,14 +72,25 @@ def _walk(
     first, batch, head, mask, lists, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_WARPS: gl.constexpr,
     TABLE: gl.constexpr, LISTS: gl.constexpr,
 ):  # fmt: skip
-    """begin, full_begin, full_end, end: the places that the queries from `first` visit, as in `blocks_of`."""
+    """begin, full_begin, full_end, end: the places that the queries from `first` visit, as in `blocks_of`. Lists have a
+    place for each tile of keys of a block."""
     rows, stride_rows, seq_q, seq_k, left, right = mask
     if LISTS:
-        begin, full_end, end = places_of(lists, batch, head, first // BLOCK_M)
-        return begin, begin, full_end, end
+        TILES: gl.constexpr = LIST_BLOCK // BLOCK_N
+        begin, full_end, end = places_of(lists, batch, head, first // LIST_BLOCK)
+        return begin * TILES, begin * TILES, full_end * TILES, end * TILES
     return blocks_of(
         rows, stride_rows, batch, first, seq_q, seq_k, left, right, BLOCK_M, BLOCK_N, NUM_WARPS, False, TABLE
     )
+
+
+@gluon.jit
+def _tile_at(lists, place, BLOCK_N: gl.constexpr, LISTS: gl.constexpr):
+    """The number of the tile of keys at a place of the walk."""
+    if not LISTS:
+        return place
+    TILES: gl.constexpr = LIST_BLOCK // BLOCK_N
+    return block_at(lists, place // TILES) * TILES + place % TILES
 
 
 @gluon.jit
@@ -98,12 +112,12 @@ def _produce(
     for c in gl.static_range(CONSUMERS):
         load_box(q_desc, [batch, head, first + c * 64, 0], q_full.index(c), q_s.index(c), 128 * HEAD_DIM)
     # The next keys go before the values: a key tile is free again a whole softmax earlier.
-    first_key = block_at(lists, last, LISTS) * BLOCK_N
+    first_key = _tile_at(lists, last, BLOCK_N, LISTS) * BLOCK_N
     load_box(k_desc, [batch, kv_head, first_key, 0], k_full.index(0), k_s.index(0), BYTES)
     for j in range(num_blocks):
         next_key = first_key
         if j + 1 < num_blocks:
-            next_key = block_at(lists, last - j - 1, LISTS) * BLOCK_N
+            next_key = _tile_at(lists, last - j - 1, BLOCK_N, LISTS) * BLOCK_N
             stage = (j + 1) % STAGES
             mbarrier.wait(k_free.index(stage), (((j + 1) // STAGES) & 1) ^ 1)
             load_box(k_desc, [batch, kv_head, next_key, 0], k_full.index(stage), k_s.index(stage), BYTES)
@@ -180,7 +194,7 @@ def _consume(
     _pass_turn(C, CONSUMERS)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(0), count=1)
-    s = _hide(s, lo, hi, block_at(lists, last, LISTS) * BLOCK_N, BLOCK_N, LOWER, s_layout)
+    s = _hide(s, lo, hi, _tile_at(lists, last, BLOCK_N, LISTS) * BLOCK_N, BLOCK_N, LOWER, s_layout)
     p, m, shrink = _softmax(s, m, scale_log2)
     total = _partial_sum(p, BLOCK_N)
     p = gl.convert_layout(p.to(dtype), p_layout)
@@ -200,7 +214,7 @@ def _consume(
             place = last - j
             partial = (place >= full_end) | (place < full_begin) if LOWER and not LISTS else place >= full_end
             if partial:
-                s = _hide(s, lo, hi, block_at(lists, place, LISTS) * BLOCK_N, BLOCK_N, LOWER, s_layout)
+                s = _hide(s, lo, hi, _tile_at(lists, place, BLOCK_N, LISTS) * BLOCK_N, BLOCK_N, LOWER, s_layout)
         weights, m, shrink = _softmax(s, m, scale_log2)
         shrink_total = gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
         total = total * shrink_total[:, None] + _partial_sum(weights, BLOCK_N)
@@ -236,10 +250,11 @@ def forward_kernel(
     LOWER: gl.constexpr, LATER: gl.constexpr, TABLE: gl.constexpr, LISTS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors over [batch, heads, seq, head_dim] with boxes of 64 queries and BLOCK_N keys; lse float32
-    [batch, num_heads, seq_q]; rows as in a plan, or None for the window `left`, `right`.
+    [batch, num_heads, seq_q]; rows as in a plan, or None for the window `left`, `right`. HEAD_DIM is the width of a
+    tile: of a smaller head dim TMA reads zeros beyond, and writes nothing there.
 
     LOWER: a query's interval of keys may begin after key 0. LATER: other blocks of a tile than the rightmost may be
-    partial. LISTS: `lists_ptr` holds work lists, as in a plan, for blocks as large as the tiles.
+    partial. LISTS: `lists_ptr` holds work lists, as in a plan, for blocks of LIST_BLOCK by LIST_BLOCK.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], dtype)

@@ -14,7 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flashtrain.attention.hopper.backward import backward_kernel
-from flashtrain.attention.hopper.configs import BackwardConfig, ForwardConfig
+from flashtrain.attention.hopper.configs import BackwardConfig, ForwardConfig, tile_width
+from flashtrain.attention.hopper.driver import check_layout
 from flashtrain.attention.hopper.forward import forward_kernel
 from flashtrain.attention.portable.offline import Resources, assemble
 
@@ -24,12 +25,13 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 
 def compile_forward(head_dim: int, dtype: torch.dtype, config: ForwardConfig, **mask: bool) -> Resources:
     """Compile the forward kernel. mask: the constants LOWER, LATER, TABLE and LISTS."""
-    keys, queries = (1, 1, config.block_n, head_dim), (1, 1, 64, head_dim)
+    width = tile_width(head_dim)
+    keys, queries = (1, 1, config.block_n, width), (1, 1, 64, width)
     boxes = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "out_desc": queries}
     types = {name: _descriptor(dtype, box) for name, box in boxes.items()}
     types |= {"lse_ptr": "*fp32", "rows_ptr": "*i32", "lists_ptr": "*i32", "scale_log2": "fp32"}
     constants = {
-        "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "HEAD_DIM": head_dim, "STAGES": config.stages, **mask,
+        "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "HEAD_DIM": width, "STAGES": config.stages, **mask,
     }  # fmt: skip
     return _compile(forward_kernel, types, constants, config.max_registers)
 
@@ -38,7 +40,8 @@ def compile_backward(
     head_dim: int, dtype: torch.dtype, config: BackwardConfig, group: int = 1, ordered: bool = False, **mask: bool
 ) -> Resources:
     """Compile the backward kernel. mask: the constants AFTER, BEFORE, TABLE and LISTS."""
-    keys, queries = (1, 1, 128, head_dim), (1, 1, config.block_m, head_dim)
+    width = tile_width(head_dim)
+    keys, queries = (1, 1, 128, width), (1, 1, config.block_m, width)
     boxes = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "dout_desc": queries}
     types = {name: _descriptor(dtype, box) for name, box in boxes.items()}
     types |= dict.fromkeys(("dk_ptr", "dv_ptr"), f"*{_NAMES[dtype]}")
@@ -46,7 +49,7 @@ def compile_backward(
     types |= dict.fromkeys(("turns_ptr", "columns_ptr", "lists_ptr"), "*i32")
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     constants = {
-        "GROUP": group, "BLOCK_M": config.block_m, "HEAD_DIM": head_dim, "STAGES": config.stages,
+        "GROUP": group, "BLOCK_M": config.block_m, "HEAD_DIM": width, "COLUMNS": head_dim, "STAGES": config.stages,
         "AHEAD": config.ahead, "ORDERED": ordered, **mask,
     }  # fmt: skip
     return _compile(backward_kernel, types, constants, None)
@@ -58,6 +61,7 @@ def _descriptor(dtype: torch.dtype, box: tuple[int, ...]) -> str:
 
 
 def _compile(kernel: Any, types: dict[str, str], constants: dict[str, Any], max_registers: int | None) -> Resources:
+    """Also checks that the kernel can be launched as `driver` does it."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (index,): [["tt.divisibility", 16]]
@@ -69,4 +73,5 @@ def _compile(kernel: Any, types: dict[str, str], constants: dict[str, Any], max_
     if max_registers is not None:
         options["maxnreg"] = max_registers
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    check_layout(signature, compiled.asm["ptx"])
     return assemble(compiled.asm["ptx"], 90, compiled.metadata.shared)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
-from flashtrain.attention.hopper.configs import BACKWARD, BackwardConfig, ForwardConfig, forward_config
-from flashtrain.attention.hopper.launch import Setup
+from flashtrain.attention.hopper.configs import BACKWARD, BackwardConfig, ForwardConfig, forward_config, tile_width
+from flashtrain.attention.hopper.launch import Setup, strides_fit
 from flashtrain.attention.lists import list_strides
 from flashtrain.attention.plan import OPEN
 from flashtrain.attention.portable.launch import heads_together
 
+LOG2_E = math.log2(math.e)
 BLOCK_N = 128  # keys a program of the backward kernel
 # Statistics and the sum of dq are padded to whole tiles of queries of any size up to this.
 ROWS = 128
@@ -22,12 +24,22 @@ _Shape = tuple[int, ...]
 def forward_setup(
     q_shape: _Shape,
     k_shape: _Shape,
+    strides: tuple[_Shape, ...],
     table: bool,
+    table_stride: int,
     left: int,
     right: int,
     blocks: tuple[int, ...],
+    scale_log2: float,
     config: ForwardConfig | None,
-) -> tuple[ForwardConfig, Setup]:
+) -> Setup | None:
+    """None where TMA cannot address the tensors.
+
+    strides: those of q, k, v and out. table_stride: from one batch row of documents to the next. scale_log2: the factor
+    on the scores, in base 2.
+    """
+    if not _fit((q_shape, k_shape, k_shape, q_shape), strides):
+        return None
     batch, num_heads, seq_q, head_dim = q_shape
     num_kv_heads, seq_k = k_shape[1], k_shape[2]
     full = not table and not blocks and left == OPEN and right == OPEN
@@ -38,7 +50,7 @@ def forward_setup(
     constants = {
         "CONSUMERS": config.consumers,
         "BLOCK_N": config.block_n,
-        "HEAD_DIM": head_dim,
+        "HEAD_DIM": tile_width(head_dim),
         "STAGES": config.stages,
         "LOWER": table or left < OPEN,
         "LATER": bool(blocks) or table or left < OPEN or not _one_partial(right, seq_k - seq_q, config),
@@ -46,6 +58,7 @@ def forward_setup(
         "LISTS": bool(blocks),
     }
     numbers = (
+        table_stride,
         *list_strides(blocks, seq_q, 0),
         all_heads,
         num_heads,
@@ -55,8 +68,17 @@ def forward_setup(
         seq_k,
         left,
         right,
+        scale_log2,
     )
-    return config, Setup(all_heads * -(-seq_q // config.block_m), numbers, constants, config.max_registers)
+    queries, keys = (1, 1, 64, tile_width(head_dim)), (1, 1, config.block_n, tile_width(head_dim))
+    boxes = (queries, keys, keys, queries)
+    block_m = max(config.block_m, blocks[0]) if blocks else config.block_m
+    programs = all_heads * -(-seq_q // block_m) * (block_m // config.block_m)
+    return Setup(programs, boxes, numbers, constants, config.max_registers)
+
+
+def _fit(shapes: tuple[_Shape, ...], strides: tuple[_Shape, ...]) -> bool:
+    return all(strides_fit(shape, stride) for shape, stride in zip(shapes, strides, strict=True))
 
 
 def _one_partial(right: int, shift: int, config: ForwardConfig) -> bool:
@@ -70,20 +92,21 @@ def _one_partial(right: int, shift: int, config: ForwardConfig) -> bool:
 def delta_setup(shape: _Shape, out_stride: _Shape, dout_stride: _Shape) -> Setup:
     batch, num_heads, seq_q, head_dim = shape
     numbers = (*out_stride[:3], *dout_stride[:3], num_heads, seq_q)
-    return Setup(batch * num_heads * -(-seq_q // ROWS), numbers, {"HEAD_DIM": head_dim, "ROWS": ROWS})
+    constants = {"HEAD_DIM": tile_width(head_dim), "COLUMNS": head_dim, "ROWS": ROWS}
+    return Setup(batch * num_heads * -(-seq_q // ROWS), (), numbers, constants)
 
 
 class BackwardSetups(NamedTuple):
     """The three launches of a backward pass, and how much room they need.
 
     Attributes:
-        block_m: queries a tile.
         rows: of all heads, each padded to whole tiles.
+        dq_sum: numbers in the sum of dq.
         turns: tiles of queries of all heads.
     """
 
-    block_m: int
     rows: int
+    dq_sum: int
     turns: int
     prepare: Setup
     backward: Setup
@@ -97,44 +120,51 @@ def backward_setups(
     strides: tuple[_Shape, ...],
     given: bool,
     table: bool,
+    table_stride: int,
     left: int,
     right: int,
     blocks: tuple[int, ...],
+    scale: float,
+    sign: float,
     deterministic: bool,
     config: BackwardConfig | None,
-) -> BackwardSetups:
-    """strides: those of dq, dk, dv, out and dout, without that of head_dim, which is one. given: delta is there, and
-    out is not."""
+) -> BackwardSetups | None:
+    """None where TMA cannot address the tensors.
+
+    strides: those of dq, dk, dv, out, dout, q, k and v. given: delta is there, and out is not. scale: the factor on the
+    scores. sign: a factor on dq alone.
+    """
+    if not _fit((q_shape, k_shape, k_shape, q_shape, q_shape, q_shape, k_shape, k_shape), strides):
+        return None
     batch, num_heads, seq_q, head_dim = q_shape
     num_kv_heads, seq_k = k_shape[1], k_shape[2]
-    config = config or BACKWARD[head_dim]
+    width = tile_width(head_dim)
+    config = config or BACKWARD[width]
     all_heads, all_kv_heads = batch * num_heads, batch * num_kv_heads
     padded = -(-seq_q // ROWS) * ROWS
     rows = all_heads * padded
-    regions = rows * head_dim // REGION
+    regions = rows * width // REGION
     full = not table and not blocks and left == OPEN and right == OPEN
-    # In order, programs of one head wait for each other unless those of many others come between them.
-    if deterministic:
-        together = heads_together(q_shape, 2, all_kv_heads, share=4)
-    else:
-        together = 1 if full else heads_together(q_shape, 2, all_kv_heads)
+    # In order, programs of one head wait for each other unless those of others come between them.
+    together = 1 if full and not deterministic else heads_together(q_shape, 2, all_kv_heads)
     constants = {
         "GROUP": num_heads // num_kv_heads,
         "AFTER": table or right < OPEN,
         "BEFORE": table or left < OPEN,
         "TABLE": table,
         "BLOCK_M": config.block_m,
-        "HEAD_DIM": head_dim,
+        "HEAD_DIM": width,
+        "COLUMNS": head_dim,
         "STAGES": config.stages,
         "AHEAD": config.ahead,
         "ORDERED": deterministic,
         "LISTS": bool(blocks),
     }
-    lists = list_strides(blocks, seq_k, 1)
     numbers = (
-        *lists,
-        *strides[1],
-        *strides[2],
+        table_stride,
+        *list_strides(blocks, seq_k, 1),
+        *strides[1][:3],
+        *strides[2][:3],
         padded,
         all_kv_heads,
         num_kv_heads,
@@ -143,17 +173,21 @@ def backward_setups(
         seq_k,
         left,
         right,
+        scale,
+        scale * LOG2_E,
     )
-    ends = {"HEAD_DIM": head_dim, "ROWS": ROWS}
+    queries, keys = (1, 1, config.block_m, width), (1, 1, BLOCK_N, width)
+    around = {"HEAD_DIM": width, "COLUMNS": head_dim}
     return BackwardSetups(
-        block_m=config.block_m,
         rows=rows,
+        dq_sum=regions * REGION,
         turns=rows // config.block_m,
         prepare=Setup(
             rows // ROWS,
-            (*strides[3], *strides[4], num_heads, seq_q, padded, rows),
-            {**ends, "ORDERED": deterministic, "GIVEN": given},
+            (),
+            (*strides[3][:3], *strides[4][:3], num_heads, seq_q, padded, rows),
+            {**around, "ROWS": ROWS, "ORDERED": deterministic, "GIVEN": given},
         ),
-        backward=Setup(all_kv_heads * -(-seq_k // BLOCK_N), numbers, constants),
-        finish=Setup(regions, (*strides[0], num_heads, seq_q, padded), {"HEAD_DIM": head_dim}),
+        backward=Setup(all_kv_heads * -(-seq_k // BLOCK_N), (queries, keys, keys, queries), numbers, constants),
+        finish=Setup(regions, (), (*strides[0][:3], num_heads, seq_q, padded, scale * sign), around),
     )

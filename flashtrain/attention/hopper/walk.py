@@ -14,6 +14,7 @@ from flashtrain.attention.hopper.compat import as_box, box_to_shared
 from flashtrain.attention.portable.tiles import run_of, window_bounds
 
 LN_2 = gl.constexpr(0.6931471805599453)
+LIST_BLOCK = gl.constexpr(128)  # queries and keys a block of a layout: `backends.HOPPER_BLOCK`
 
 
 @gluon.jit
@@ -138,8 +139,6 @@ def places_of(lists, batch, head, block):
 
 
 @gluon.jit
-def block_at(lists, place, LISTS: gl.constexpr):
-    """The number of the block at a place of the walk."""
-    if not LISTS:
-        return place
+def block_at(lists, place):
+    """The number of the block at a place in a list."""
     return gl.load(lists[0] + place)

@@ -35,10 +35,13 @@ def backward(
 
     Args:
         dout: [batch, num_heads, seq_q, head_dim], any strides.
+        q, k, v, limits, scale: as in `forward.forward`.
         lse, delta: float32 [batch, num_heads, seq_q], from `forward` and `delta`, or those of a longer sequence that
             k and v are a part of.
-        limits: which keys each query sees, and its transpose.
         deterministic: always so; the argument is there for kernels with a choice.
+
+    Returns:
+        dq like q, dk like k and dv like v.
     """
     q, scale, sign = positive_scale(q, scale)
     statistics = row_statistics(lse, delta)
@@ -59,7 +62,7 @@ def gradients(
     scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`delta` and `backward` in one."""
+    """`delta` and `backward` in one; out and lse from `forward`, dlse as in `delta`."""
     return backward(dout, q, k, v, lse, delta(out, dout, dlse), limits, scale, deterministic)
 
 

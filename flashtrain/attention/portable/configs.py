@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtrain.attention.backends import interpreted
+from flashtrain.attention.block_layout import num_blocks
 from flashtrain.attention.portable.launch import STATISTICS_ROWS, padded_head_dim
 
 
@@ -102,7 +103,28 @@ def fit_blocks(config: Config, blocks: Sequence[int]) -> Config:
     return replace(config, block_m=block_m, block_n=block_n, num_warps=max(4, config.num_warps // shrink))
 
 
-def listed_blocks(config: Config, blocks: Sequence[int]) -> tuple[int, int]:
+def tiles_a_head(seq_len: int, config: Config, blocks: Sequence[int], side: int) -> int:
+    """How many tiles a head has, of queries (side 0) or keys (1): all those of each block of a layout, also beyond the
+    end. config fits the blocks."""
+    tile, listed = (config.block_m, config.block_n)[side], _listed_blocks(config, blocks)[side]
+    return num_blocks(seq_len, listed) * (listed // tile)
+
+
+def kernel_constants(config: Config, blocks: Sequence[int], head_dim: int, precision: str) -> dict[str, int | str]:
+    """The compile-time arguments of every kernel that walks over tiles. config fits the blocks."""
+    listed_m, listed_n = _listed_blocks(config, blocks)
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded_head_dim(head_dim),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "LISTED_M": listed_m,
+        "LISTED_N": listed_n,
+        "PRECISION": precision,
+    }
+
+
+def _listed_blocks(config: Config, blocks: Sequence[int]) -> tuple[int, int]:
     """Queries and keys that one entry of a list stands for; a tile where there are no lists."""
     return (blocks[0], blocks[1]) if blocks else (config.block_m, config.block_n)
 

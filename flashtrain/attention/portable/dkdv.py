@@ -15,12 +15,11 @@ from torch import Tensor
 from flashtrain.attention.lists import list_strides
 from flashtrain.attention.plan import Limits
 from flashtrain.attention.portable import tiles
-from flashtrain.attention.portable.configs import Config, choose_configs, fit_blocks, listed_blocks
+from flashtrain.attention.portable.configs import Config, choose_configs, fit_blocks, kernel_constants, tiles_a_head
 from flashtrain.attention.portable.launch import (
     fit_tile,
     heads_together,
     on_device,
-    padded_head_dim,
     precision_of,
     table_strides,
 )
@@ -44,12 +43,11 @@ def grad_kv(
     if dk.numel() == 0:
         return dk, dv
     config = fit_blocks(config or choose_configs(q).dkdv, limits.blocks)
-    listed_m, listed_n = listed_blocks(config, limits.blocks)
     q, dout = fit_tile(q, config.block_m), fit_tile(dout, config.block_m)
     k, v = fit_tile(k, config.block_n), fit_tile(v, config.block_n)
     columns, stride_columns = table_strides(limits.columns)
     group = num_heads // num_kv_heads
-    grid = (batch * num_kv_heads * triton.cdiv(seq_k, listed_n) * (listed_n // config.block_n),)
+    grid = (batch * num_kv_heads * tiles_a_head(seq_k, config, limits.blocks, 1),)
     with on_device(q):
         _dkdv_kernel[grid](
             q, k, v, dout, dk, dv, statistics, columns, limits.k_lists,
@@ -58,13 +56,7 @@ def grad_kv(
             batch * num_kv_heads, num_kv_heads, seq_q, seq_k, limits.left, limits.right, scale,
             heads_together(q.shape, q.element_size(), batch * num_kv_heads),
             GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_D=padded_head_dim(head_dim),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            LISTED_M=listed_m,
-            LISTED_N=listed_n,
-            PRECISION=precision_of(q),
+            **kernel_constants(config, limits.blocks, head_dim, precision_of(q)),
             **config.launch_options(),
         )  # fmt: skip
     return dk, dv
@@ -84,20 +76,11 @@ def _dkdv_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, LISTED_M: tl.constexpr, LISTED_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if lists_ptr is None:
-        block, batch_head = tiles.tile_of(tl.program_id(0), tl.cdiv(seq_k, BLOCK_N), all_heads, heads_together, False)
-        batch, head = batch_head // num_heads, batch_head % num_heads
-        first = block * BLOCK_N
-        lo, hi, begin, full_begin, full_end, end = tiles.visible_run(
-            columns_ptr, stride_table, batch, first, seq_k, seq_q, right, left, BLOCK_N, BLOCK_M
-        )
-    else:
-        num_tiles = tl.cdiv(seq_k, LISTED_N) * (LISTED_N // BLOCK_N)
-        rank, batch_head = tiles.tile_of(tl.program_id(0), num_tiles, all_heads, heads_together, False)
-        batch, head = batch_head // num_heads, batch_head % num_heads
-        owner = batch * lists_batch + head * GROUP * lists_head
-        first, block = tiles.listed_tile(lists_ptr, num_lists, owner, rank, LISTED_N, BLOCK_N)
-        lo, hi = tiles.intervals(columns_ptr, stride_table, batch, first, seq_k, seq_q, right, left, BLOCK_N)
+    # Lists are numbered by query heads: here `number` is that of the first one of the group.
+    batch_head, batch, head, first, number, lo, hi, begin, full_begin, full_end, end = tiles.own_walk(
+        lists_ptr, num_lists, lists_batch, GROUP * lists_head, columns_ptr, stride_table, all_heads, num_heads,
+        heads_together, seq_k, seq_q, right, left, BLOCK_N, BLOCK_M, LISTED_N, False,
+    )  # fmt: skip
     k_base = tiles.origin(k_ptr, batch, head, k_batch, k_head)
     v_base = tiles.origin(v_ptr, batch, head, v_batch, v_head)
     k = tiles.load_tile(k_base, first, seq_k, k_row, k_dim, BLOCK_N, HEAD_DIM, BLOCK_D, True)
@@ -119,9 +102,7 @@ def _dkdv_kernel(
             )  # fmt: skip
         else:  # each query head of the group has a list of its own
             for member in range(GROUP):
-                begin, full_begin, full_end, end = tiles.listed_run(
-                    lists_ptr, num_lists, owner + block + member * lists_head
-                )
+                begin, full_begin, full_end, end = tiles.listed_run(lists_ptr, num_lists, number + member * lists_head)
                 member = tl.cast(member, tl.int64)
                 dk, dv = _add_blocks(
                     dk, dv, k, v, q_base + member * q_head, dout_base + member * dout_head,

@@ -11,12 +11,11 @@ from torch import Tensor
 from flashtrain.attention.lists import list_strides
 from flashtrain.attention.plan import Limits
 from flashtrain.attention.portable import tiles
-from flashtrain.attention.portable.configs import Config, choose_configs, fit_blocks, listed_blocks
+from flashtrain.attention.portable.configs import Config, choose_configs, fit_blocks, kernel_constants, tiles_a_head
 from flashtrain.attention.portable.launch import (
     fit_tile,
     heads_together,
     on_device,
-    padded_head_dim,
     positive_scale,
     precision_of,
     table_strides,
@@ -49,25 +48,18 @@ def forward(
     if lse.numel() == 0:
         return out, lse
     config = fit_blocks(config or choose_configs(q).forward, limits.blocks)
-    listed_m, listed_n = listed_blocks(config, limits.blocks)
     q, scale, _ = positive_scale(q, scale)
     q, k, v = fit_tile(q, config.block_m), fit_tile(k, config.block_n), fit_tile(v, config.block_n)
     rows, stride_rows = table_strides(limits.rows)
     group = num_heads // num_kv_heads
-    grid = (batch * num_heads * triton.cdiv(seq_q, listed_m) * (listed_m // config.block_m),)
+    grid = (batch * num_heads * tiles_a_head(seq_q, config, limits.blocks, 0),)
     with on_device(q):
         _forward_kernel[grid](
             q, k, v, out, lse, rows, limits.q_lists, *q.stride(), *k.stride(), *v.stride(), *out.stride(), stride_rows,
             *list_strides(limits.blocks, seq_q, 0),
             batch * num_heads, num_heads, group, seq_q, seq_k, limits.left, limits.right, scale,
             heads_together(k.shape, k.element_size(), batch * num_heads),
-            HEAD_DIM=head_dim,
-            BLOCK_D=padded_head_dim(head_dim),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            LISTED_M=listed_m,
-            LISTED_N=listed_n,
-            PRECISION=precision_of(q),
+            **kernel_constants(config, limits.blocks, head_dim, precision_of(q)),
             **config.launch_options(),
         )  # fmt: skip
     return out, lse
@@ -85,21 +77,10 @@ def _forward_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LISTED_M: tl.constexpr, LISTED_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if lists_ptr is None:
-        block, batch_head = tiles.tile_of(tl.program_id(0), tl.cdiv(seq_q, BLOCK_M), all_heads, heads_together, True)
-        batch, head = batch_head // num_heads, batch_head % num_heads
-        first = block * BLOCK_M
-        lo, hi, begin, full_begin, full_end, end = tiles.visible_run(
-            rows_ptr, stride_table, batch, first, seq_q, seq_k, left, right, BLOCK_M, BLOCK_N
-        )
-    else:
-        num_tiles = tl.cdiv(seq_q, LISTED_M) * (LISTED_M // BLOCK_M)
-        rank, batch_head = tiles.tile_of(tl.program_id(0), num_tiles, all_heads, heads_together, False)
-        batch, head = batch_head // num_heads, batch_head % num_heads
-        owner = batch * lists_batch + head * lists_head
-        first, block = tiles.listed_tile(lists_ptr, num_lists, owner, rank, LISTED_M, BLOCK_M)
-        begin, full_begin, full_end, end = tiles.listed_run(lists_ptr, num_lists, owner + block)
-        lo, hi = tiles.intervals(rows_ptr, stride_table, batch, first, seq_q, seq_k, left, right, BLOCK_M)
+    batch_head, batch, head, first, _, lo, hi, begin, full_begin, full_end, end = tiles.own_walk(
+        lists_ptr, num_lists, lists_batch, lists_head, rows_ptr, stride_table, all_heads, num_heads, heads_together,
+        seq_q, seq_k, left, right, BLOCK_M, BLOCK_N, LISTED_M, True,
+    )  # fmt: skip
     q_base = tiles.origin(q_ptr, batch, head, q_batch, q_head)
     k_base = tiles.origin(k_ptr, batch, head // group, k_batch, k_head)
     v_base = tiles.origin(v_ptr, batch, head // group, v_batch, v_head)

@@ -17,11 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
-from flashtrain.attention.portable.configs import Config, fit_blocks, listed_blocks
+from flashtrain.attention.portable.configs import Config, fit_blocks, kernel_constants
 from flashtrain.attention.portable.dkdv import _dkdv_kernel
 from flashtrain.attention.portable.dq import _dq_kernel
 from flashtrain.attention.portable.forward import _forward_kernel
-from flashtrain.attention.portable.launch import padded_head_dim
 
 KERNELS = {"forward": _forward_kernel, "dq": _dq_kernel, "dkdv": _dkdv_kernel}
 # Bytes of shared memory that one program can have, by compute capability.
@@ -60,17 +59,7 @@ def compile_kernel(
     """
     function = KERNELS[kernel]
     config = fit_blocks(config, blocks)
-    listed_m, listed_n = listed_blocks(config, blocks)
-    constants: dict[str, object] = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": padded_head_dim(head_dim),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "LISTED_M": listed_m,
-        "LISTED_N": listed_n,
-        "PRECISION": precision,
-        "GROUP": group,
-    }
+    constants: dict[str, object] = {**kernel_constants(config, blocks, head_dim, precision), "GROUP": group}
     signature, constexprs, attributes = {}, {}, {}
     for index, parameter in enumerate(function.params):
         name = parameter.name

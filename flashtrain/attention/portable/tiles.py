@@ -204,6 +204,44 @@ def run_of(lo_min, lo_max, hi_min, hi_max, BLOCK_COLS: tl.constexpr):
 
 
 @triton.jit
+def own_walk(
+    lists, num_lists, lists_batch, lists_head, table, stride_table, all_heads, num_heads, heads_together,
+    num_rows, num_cols, left, right,
+    BLOCK: tl.constexpr, BLOCK_COLS: tl.constexpr, LISTED: tl.constexpr, LAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Which tile of rows this program has, and what it visits: where every kernel begins.
+
+    Rows, columns, `table`, left and right are those of `visible_run`; `lists`, in the form that `attention.lists`
+    describes, may be None, and LAST_FIRST says in which order tiles are taken then.
+
+    Returns:
+        batch_head, batch, head: of `all_heads`, which are num_heads in each batch row.
+        first: the tile's first row.
+        number: of its list.
+        lo, hi [BLOCK]: the columns that each row sees.
+        begin <= full_begin <= full_end <= end: of its blocks of columns, or of the places in its list, [begin, end) are
+            visited, and of those [full_begin, full_end) are full.
+    """
+    if lists is None:
+        block, batch_head = tile_of(tl.program_id(0), tl.cdiv(num_rows, BLOCK), all_heads, heads_together, LAST_FIRST)
+        batch, head = batch_head // num_heads, batch_head % num_heads
+        first, number = block * BLOCK, block
+        lo, hi, begin, full_begin, full_end, end = visible_run(
+            table, stride_table, batch, first, num_rows, num_cols, left, right, BLOCK, BLOCK_COLS
+        )
+    else:
+        num_ranks = tl.cdiv(num_rows, LISTED) * (LISTED // BLOCK)
+        rank, batch_head = tile_of(tl.program_id(0), num_ranks, all_heads, heads_together, False)
+        batch, head = batch_head // num_heads, batch_head % num_heads
+        owner = batch * lists_batch + head * lists_head
+        first, block = listed_tile(lists, num_lists, owner, rank, LISTED, BLOCK)
+        number = owner + block
+        begin, full_begin, full_end, end = listed_run(lists, num_lists, number)
+        lo, hi = intervals(table, stride_table, batch, first, num_rows, num_cols, left, right, BLOCK)
+    return batch_head, batch, head, first, number, lo, hi, begin, full_begin, full_end, end
+
+
+@triton.jit
 def num_visited(begin, full_begin, full_end, end, MASKED: tl.constexpr):
     """How many full blocks, or with MASKED partial ones, a run has."""
     if MASKED:
