@@ -125,10 +125,7 @@ class Launcher:
                 self._slots[slot] = encoded.address
             for at, tensor in enumerate(pointers):
                 self._addresses[at] = tensor.data_ptr()
-            code = _cuda().cuLaunchKernel(*self._head, stream, self._slots, None)
-            if code in (_NO_CONTEXT, _OTHER_CONTEXT):  # a thread that has not used this device yet, as autograd's own
-                _enter_context(device)
-                code = _cuda().cuLaunchKernel(*self._head, stream, self._slots, None)
+            code = _in_context(device, _cuda().cuLaunchKernel, *self._head, stream, self._slots, None)
         if code:
             raise RuntimeError(f"launching {self._compiled.name} failed: {_error(code)}")
 
@@ -153,7 +150,8 @@ class TensorMap:
         self._memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
         self.address = -(-ctypes.addressof(self._memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
         rank, steps = tensor.dim(), tma_strides(tensor.shape, tensor.stride())[:-1]
-        code = _cuda().cuTensorMapEncodeTiled(
+        code = _in_context(
+            tensor.device.index, _cuda().cuTensorMapEncodeTiled,
             ctypes.c_void_p(self.address), _MAP_TYPES[tensor.dtype], rank, ctypes.c_void_p(tensor.data_ptr()),
             (ctypes.c_uint64 * rank)(*reversed(tensor.shape)),
             (ctypes.c_uint64 * (rank - 1))(*(2 * step for step in reversed(steps))),
@@ -174,6 +172,16 @@ def tma_strides(shape: _Shape, stride: _Shape) -> list[int]:
 @functools.cache
 def _cuda() -> Any:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def _in_context(device: int, function: Any, *arguments: Any) -> int:
+    """The code of a call to the driver, once more in the context of `device` where it was made in none or in another:
+    a thread that has not used the device yet, as autograd's own, has none."""
+    code: int = function(*arguments)
+    if code in (_NO_CONTEXT, _OTHER_CONTEXT):
+        _enter_context(device)
+        code = function(*arguments)
+    return code
 
 
 def _enter_context(device: int) -> None:
