@@ -21,6 +21,7 @@ from measuring.attention import BUILDERS, Case, Shape, build
 from measuring.correctness import Truth, WrongResult, check
 from measuring.environment import choose_device, state_under_load
 from measuring.report import Report, gpu_is_lost, names, parse_arguments, reason, say, table
+from measuring.theory import least
 from measuring.timing import Stopwatch, Times, time_round, warm_up
 from measuring.traffic import measure, profiled_call
 
@@ -124,10 +125,10 @@ def gflops(name: str, shape: Shape) -> float:
     return FUSED_PRODUCTS * product * (0.5 if shape.causal else 1.0)
 
 
-def least_traffic(shape: Shape, itemsize: int = 2) -> dict[str, float]:
+def least_traffic(shape: Shape) -> dict[str, float]:
     """GB that any algorithm moves that starts from q, k, v, dout in HBM and leaves out, dq, dk, dv there."""
-    tensor = itemsize * shape.batch * shape.num_heads * shape.seq_len * shape.head_dim / 1e9
-    return {"read_gb": (3 + 5) * tensor, "written_gb": 4 * tensor, "both_gb": 12 * tensor}
+    both = least(shape)["both"]
+    return {**both, "both_gb": both["read_gb"] + both["written_gb"]}
 
 
 def show(report: Report) -> None:

@@ -1,5 +1,5 @@
-"""Pictures of what the benchmarks measured: benchmark_attention.py, benchmark_memory.py, benchmark_training.py
-and benchmark_block_sparse.py.
+"""Pictures of what the benchmarks measured: benchmark_attention.py, benchmark_memory.py, benchmark_training.py,
+benchmark_block_sparse.py and benchmark_approximate.py.
 
 python scripts/plot_benchmarks.py benchmarks/attention.json --out docs/attention.png
 """
@@ -19,7 +19,7 @@ from flashtrain.config.sizes import format_size
 
 # Ours is blue in every picture.
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY, LIGHT_BLUE, BLACK = COLOURS
-STYLES = {
+STYLES: dict[str, tuple[str, ...]] = {
     "ours": ("flashtrain", BLUE),
     "hopper": ("flashtrain (Hopper)", BLACK),
     "portable": ("flashtrain (Triton)", BLUE),
@@ -28,6 +28,11 @@ STYLES = {
     "sdpa_flash": ("PyTorch SDPA, FlashAttention-2", ORANGE),
     "flex": ("FlexAttention", PURPLE),
     "flash_attn4": ("flash-attn 4", LIGHT_BLUE),
+    "butterfly": ("flashtrain, butterfly", PURPLE, "-"),
+    "butterfly_narrow": ("flashtrain, three blocks of it", PURPLE, "--"),
+    "local": ("local attention", ORANGE, ":"),
+    "linear": ("linear attention", GREY, ":"),
+    "linformer": ("Linformer", LIGHT_BLUE, ":"),
     "nanogpt": ("nanoGPT, compiled", ORANGE),
     "huggingface": ("Hugging Face", GREY),
 }
@@ -127,8 +132,10 @@ def training(result: dict[str, Any]) -> Any:
 
 
 def block_sparse(result: dict[str, Any]) -> Any:
-    """Time over density: a panel for each head dim and length, with what density times our dense time would be."""
-    rows = [row for row in result["rows"] if row["failed"] is None]
+    """Time over density: a panel for each head dim and length, with what density times our dense time would be; of the
+    first block size that was measured."""
+    first = next((row["block"] for row in result["rows"] if row.get("block") is not None), None)
+    rows = [row for row in result["rows"] if row["failed"] is None and row.get("block") in (None, first)]
     panels = sorted({(r["head_dim"], r["seq_len"]) for r in rows if r["density_asked"] is not None})
     drawn, axes = figure(1, len(panels), 3.6 * len(panels), 3.6)
     styles = style_of([row["implementation"] for row in rows if row["density_asked"] is not None])
@@ -157,18 +164,70 @@ def block_sparse(result: dict[str, Any]) -> Any:
     return drawn
 
 
+def block_sparse_figure(result: dict[str, Any]) -> Any:
+    """Time over the share of visible blocks, both from zero, beside dense attention: figure 2 (right) of the paper."""
+    drawn, axes = figure(1, 1, 6.4, 4.2)
+    axis, rows = axes[0, 0], [row for row in result["rows"] if row["failed"] is None]
+    for name, style in style_of([row["implementation"] for row in rows]).items():
+        own = [(row["density_asked"], row["ms"]["both"]["median"]) for row in rows if row["implementation"] == name]
+        line = sorted((100 * density, ms) for density, ms in own if density is not None)
+        if line:
+            axis.plot([x for x, _ in line], [y for _, y in line], marker="o", markersize=4, **style)
+        for ms in (ms for density, ms in own if density is None):
+            label = f"{style['label']}, dense"
+            axis.axhline(ms, color=style["color"], linewidth=1, linestyle="--", label=label)
+    axis.set_xlim(0, 102)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("visible blocks, %")
+    axis.set_ylabel("forward + backward, ms")
+    shape = max(rows, key=lambda row: row["seq_len"])
+    sizes = (
+        f"{format_size(shape['seq_len'])} tokens, {shape['batch']} x {shape['num_heads']} heads of {shape['head_dim']}"
+    )
+    axis.set_title(f"{sizes}, {result['gpu']}", fontsize=10)
+    axis.legend(frameon=False, fontsize=9)
+    return drawn
+
+
+def by_length(result: dict[str, Any]) -> Any:
+    """Time and memory over length, a line for each implementation."""
+    rows = [row for row in result["rows"] if row["failed"] is None]
+    drawn, axes = figure(1, 2, 10.5, 4.4)
+    figures = ("forward + backward, ms", both_ms), ("peak memory, GiB", lambda row: row.get("peak_gib"))
+    for axis, (label, value) in zip(axes[0], figures, strict=True):
+        for name, style in style_of([row["implementation"] for row in rows]).items():
+            line = sorted((row["seq_len"], value(row)) for row in rows if row["implementation"] == name and value(row))
+            axis.plot([x for x, _ in line], [y for _, y in line], marker="o", markersize=3, **style)
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        length_axis(axis, sorted({row["seq_len"] for row in rows}))
+        axis.set_xlabel("sequence length")
+        axis.set_ylabel(label)
+    legend_below(drawn, axes[0, 0])
+    drawn.suptitle(f"{result['settings']['shape']}\n{result['gpu']}", fontsize=9)
+    drawn.tight_layout()
+    return drawn
+
+
+def both_ms(row: dict[str, Any]) -> float:
+    return row["ms"]["both"]["median"] if "ms" in row else row["forward_ms"] + row["backward_ms"]
+
+
 DRAWINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "attention": attention,
     "memory": memory,
     "training": training,
     "block_sparse": block_sparse,
+    "block_sparse_figure": block_sparse_figure,
+    "approximate": by_length,
+    "memory_sparse": by_length,
 }
 
 
 def style_of(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Colour and label of each name, in the order in which they come."""
-    styles = {name: STYLES.get(name, (name, GREY)) for name in names}
-    return {name: {"label": label, "color": colour} for name, (label, colour) in styles.items()}
+    """Label, colour and where it is not drawn through the line of each name, in the order in which they come."""
+    keys = ("label", "color", "linestyle")
+    return {name: dict(zip(keys, STYLES.get(name, (name, GREY)), strict=False)) for name in names}
 
 
 def length_axis(axis: Any, lengths: list[int]) -> None:

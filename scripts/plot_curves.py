@@ -7,7 +7,6 @@ python scripts/plot_curves.py runs/a runs/b --labels 4k,16k --out docs/context.p
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from measuring.drawing import COLOURS, figure, save
 from measuring.report import names
+from measuring.runs import metrics
 
 X_LABELS = {"step": "optimiser step", "tokens": "tokens, in millions", "minutes": "minutes of training"}
 
@@ -54,13 +54,10 @@ def read(run: Path, x: str) -> Curve:
     Raises:
         ValueError: the file has no losses.
     """
-    path = run if run.suffix == ".csv" else run / "metrics.csv"
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
     train: list[tuple[float, float]] = []
     held_out: list[tuple[float, float]] = []
     minutes, tokens = 0.0, 0.0
-    for row in rows:
+    for row in metrics(run):
         done, rate = float(row["tokens"]), row.get("tokens_per_second")
         if rate:
             minutes += (done - tokens) / float(rate) / 60
@@ -70,7 +67,7 @@ def read(run: Path, x: str) -> Curve:
             if row.get(name):
                 points.append((at, float(row[name])))
     if not train:
-        raise ValueError(f"{path} holds no training loss")
+        raise ValueError(f"{run} holds no training loss")
     return Curve(train, held_out)
 
 

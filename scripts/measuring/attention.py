@@ -47,13 +47,15 @@ class Shape:
 class Implementation:
     """A function of q, k and v.
 
-    `context` is entered around all calls. With seq_first, tensors are [batch, seq, heads, head_dim].
+    `context` is entered around all calls. With seq_first, tensors are [batch, seq, heads, head_dim]. `parameters` are
+    what it learns itself: a backward pass makes their gradients too.
     """
 
     name: str
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     seq_first: bool = False
+    parameters: tuple[Tensor, ...] = ()
 
 
 class Case:
@@ -68,7 +70,8 @@ class Case:
         return self.implementation.call(*self.inputs)
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, self.inputs, self.dout)
+        """dq, dk and dv; gradients of the implementation's own parameters are made and dropped."""
+        return torch.autograd.grad(out, (*self.inputs, *self.implementation.parameters), self.dout)[:3]
 
     def forward_backward(self) -> None:
         self.backward(self.forward())
@@ -91,12 +94,14 @@ def standard(q: Tensor, k: Tensor, v: Tensor, causal: bool, hidden: Tensor | Non
     """Attention as GPT implementations write it without a fused kernel: product, scale, mask, softmax, product.
 
     Each is a kernel of its own over the whole seq_q x seq_k matrix, in the dtype of q. With fewer queries than keys the
-    two are aligned at the end. hidden: bool [seq_q, seq_k], in place of the causal mask.
+    two are aligned at the end. hidden: bool [seq_q, seq_k], true where a query must not see a key, on top of the causal
+    mask.
     """
     scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
     if causal:
         seq_q, seq_k = scores.shape[-2:]
-        hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device=q.device).triu(1 + seq_k - seq_q)
+        future = torch.ones(seq_q, seq_k, dtype=torch.bool, device=q.device).triu(1 + seq_k - seq_q)
+        hidden = future if hidden is None else hidden | future
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     return torch.softmax(scores, dim=-1) @ v

@@ -8,6 +8,7 @@ top, for the largest error and for its root mean square.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,10 +56,12 @@ class Truth:
 
     Args:
         q, k, v, dout: [batch, num_heads, seq, head_dim] in the number format under test.
-        hidden: bool [seq, seq], true where a query must not see a key, for masks other than the causal one.
+        hidden: bool [seq, seq] ([tail, seq] with a tail), true where a query must not see a key, on top of the causal
+            mask.
         last_head: compare the last head of the last batch row only; the others do not touch it.
         tail: compare the last `tail` positions only, which at long sequences is all that can be afforded; with a causal
             mask their queries and keys depend on nothing that is left out.
+        definition: what is right where it is not attention: a function of q, k and v, by plain PyTorch.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Truth:
         hidden: Tensor | None = None,
         last_head: bool = False,
         tail: int | None = None,
+        definition: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         seq_len = q.shape[2]
         self.heads = slice(-1, None) if last_head else slice(None)
@@ -80,11 +84,13 @@ class Truth:
             raise ValueError(f"tail={tail}: without a causal mask every query has a part in every key's gradient")
         q, k, v, dout = (x[self.heads, self.heads] for x in (q, k, v, dout))
         q, dout = q[:, :, self.tail], dout[:, :, self.tail]
-        self.exact = {name: x[:, :, self.tail] for name, x in exact(q, k, v, dout, causal, hidden).items()}
-        plain = Case(
-            Implementation("plain", functools.partial(standard, causal=causal, hidden=hidden)), q, k, v, dout
-        ).results()
-        self.plain = {name: x[:, :, self.tail] for name, x in plain.items()}
+        plain = Implementation("plain", definition or functools.partial(standard, causal=causal, hidden=hidden))
+        if definition is None:
+            truth = exact(q, k, v, dout, causal, hidden)
+        else:
+            truth = Case(plain, *(x.double() for x in (q, k, v, dout))).results()
+        self.exact = {name: x[:, :, self.tail] for name, x in truth.items()}
+        self.plain = {name: x[:, :, self.tail] for name, x in Case(plain, q, k, v, dout).results().items()}
         self.eps = torch.finfo(q.dtype).eps
 
     def compare(self, results: dict[str, Tensor]) -> dict[str, Errors]:

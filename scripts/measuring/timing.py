@@ -104,6 +104,23 @@ def time_round(case: Case, watch: Stopwatch, seconds: float, call_ms: float) -> 
     }
 
 
+def take_turns(
+    cases: dict[str, Case], watch: Stopwatch, rounds: int, seconds: float, call_ms: dict[str, float]
+) -> dict[str, Times]:
+    """Time cases round after round, every other one backwards, so that a drifting clock meets all of them.
+
+    Args:
+        seconds: timed seconds of each case, over all rounds.
+        call_ms: milliseconds of a call of each, from `warm_up`.
+    """
+    times = {name: Times.none() for name in cases}
+    for turn in range(rounds):
+        for name in list(cases)[:: 1 if turn % 2 == 0 else -1]:
+            with cases[name].implementation.context():
+                times[name].add(time_round(cases[name], watch, seconds / rounds, call_ms[name]))
+    return times
+
+
 def host_microseconds(case: Case, watch: Stopwatch, call_ms: float) -> dict[str, float]:
     """Microseconds until a call returns while the device's queue is empty: what launching costs the host."""
     forward, backward = [], []

@@ -175,6 +175,28 @@ def test_memory_refuses_a_wrong_kernel(dry_run, monkeypatch):
     assert result["rows"][0]["wrong"] and "forward_ms" not in result["rows"][0]
 
 
+def test_memory_of_local_attention_with_sinks_has_its_lists_and_its_own_truth(dry_run, monkeypatch):
+    code, result = dry_run(benchmark_memory.main, "--implementations", "sdpa,standard,flex", "--window", "1")
+    assert code == 0
+    check_facts(result)
+    rows = {(row["implementation"], row["seq_len"]): row for row in result["rows"]}
+    assert "block layouts are for" in rows["flex", 256]["failed"]
+    for seq_len in (256, 512, 1024):
+        row, blocks = rows["standard", seq_len], seq_len // 128
+        # The own block cut in half, the one before it, and the first one where that is another.
+        pairs = blocks * 128 * 129 / 2 + (blocks - 1 + max(0, blocks - 2)) * 128 * 128
+        assert row["failed"] is None and row["density"] == pytest.approx(pairs / seq_len**2, rel=1e-5)
+        assert row["lists"]["build_ms"] > 0 and row["lists"]["bytes"] > 0 and row["ns_a_token"] > 0
+
+    def dense(name, plan):
+        return Implementation(name, functools.partial(compared.standard, causal=True))
+
+    monkeypatch.setattr(benchmark_memory, "sparse", dense)
+    code, result = dry_run(benchmark_memory.main, "--implementations", "sdpa", "--window", "1")
+    assert code == 1
+    assert [row["wrong"] for row in result["rows"]] == [False, True, False]  # at 256 nothing is hidden
+
+
 def test_standard_attention_is_not_tried_where_its_matrices_do_not_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 << 30, 140 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
