@@ -67,10 +67,10 @@ def set_learning_rate(
 
 def clip_gradients(parameters: Iterable[Tensor], clip_norm: float | None) -> Tensor:
     """Scale the gradients down to `clip_norm`; returns their norm before that, float32, without a synchronisation."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=None)
+    with_gradient = [p for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None], foreach=None)
     if clip_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(with_gradient, clip_norm, norm)
     return norm
 
 
