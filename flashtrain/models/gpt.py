@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flashtrain.config.schema import ModelConfig
 from flashtrain.models.dimensions import Dimensions
-from flashtrain.models.positions import Rotation, rotary_frequencies, rotate, rotation
+from flashtrain.models.positions import Rotation, rotary_frequencies, rotate, rotation, scale_frequencies
+from flashtrain.models.recompute import Recompute, in_chunks, run_blocks
 
 # (q [batch, num_heads, seq, head_dim], k and v [batch, num_kv_heads, seq, head_dim], plan) -> [batch, num_heads, seq,
 # head_dim], all of one dtype. What may attend to what is the plan's affair; the model only hands it on.
@@ -93,31 +93,13 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, plan: Any, turn: Rotation | None) -> Tensor:
-        """x and the result are [batch, seq, hidden_size]."""
+    def forward(self, x: Tensor, plan: Any, turn: Rotation | None, mlp_chunk_tokens: int = 0) -> Tensor:
+        """x and the result are [batch, seq, hidden_size]; the MLP takes `mlp_chunk_tokens` at once, 0 for all."""
         x = x + self.dropout(self.attention(self.attention_norm(x), plan, turn))
+        return in_chunks(self._add_mlp, x, mlp_chunk_tokens)
+
+    def _add_mlp(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
-
-
-def run_blocks(blocks: nn.ModuleList, x: Tensor, plan: Any, turn: Rotation | None, *, recompute: bool) -> Tensor:
-    """x [batch, seq, hidden_size] through all blocks.
-
-    Args:
-        plan: for every block, or a list or tuple of one a block.
-        recompute: compute each block again in the backward pass instead of keeping its activations.
-
-    Raises:
-        ValueError: another number of plans than of blocks.
-    """
-    plans = plan if isinstance(plan, list | tuple) else [plan] * len(blocks)
-    if len(plans) != len(blocks):
-        raise ValueError(f"plan: {len(plans)} plans for model.num_layers={len(blocks)}; give one, or one a layer")
-    for block, layer_plan in zip(blocks, plans, strict=True):
-        if recompute and torch.is_grad_enabled():
-            x = checkpoint(block, x, layer_plan, turn, use_reentrant=False, preserve_rng_state=True)
-        else:
-            x = block(x, layer_plan, turn)
-    return x
 
 
 @torch.no_grad()
@@ -148,7 +130,7 @@ class GPT(nn.Module):
         attend: the attention function, see `Attend`.
 
     Attributes:
-        checkpoint_blocks: recompute each block in the backward pass instead of keeping its activations.
+        checkpoint_blocks: what each block computes again in the backward pass instead of keeping it; True is full.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, attend: Attend):
@@ -157,7 +139,7 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self.head_dim = Dimensions.of(config).head_dim
-        self.checkpoint_blocks = False
+        self.checkpoint_blocks: Recompute | bool = False
         self.token_embedding = nn.Embedding(vocab_size, config.hidden_size)
         learned = config.positions == "learned"
         self.position_embedding = nn.Embedding(seq_len, config.hidden_size) if learned else None
@@ -240,5 +222,5 @@ class GPT(nn.Module):
             x = x + self.position_embedding(positions)
         elif self.config.positions == "rope":
             frequencies = rotary_frequencies(self.head_dim, self.config.rope_theta, tokens.device)
-            turn = rotation(positions, frequencies)
+            turn = rotation(positions, scale_frequencies(frequencies, self.config.rope_scaling))
         return self.embedding_dropout(x), turn

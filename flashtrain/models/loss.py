@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def cross_entropy_sum(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, *, chunk_tokens: int
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, *, chunk_tokens: int, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Sum of the cross-entropies of hidden @ head_weight^T, holding the logits of `chunk_tokens` tokens at most.
 
@@ -35,6 +35,8 @@ def cross_entropy_sum(
         head_weight: [vocab, hidden_size]; may be the embedding too.
         targets: int64 [...], token ids or -100 (ignored: adds nothing, gradient exactly 0).
         chunk_tokens: tokens in a chunk. Logits take chunk_tokens * vocab numbers.
+        kernel: what makes a chunk's logits their gradient: liger (Liger's kernel, on the GPU), chunked (PyTorch), auto
+            (Liger's where it runs, and once said where it is missing).
 
     Returns:
         The sum, a scalar (0 where all targets are ignored), and the number of targets that count, an int64 scalar.
@@ -42,13 +44,21 @@ def cross_entropy_sum(
     Raises:
         ValueError: shapes or chunk_tokens do not fit, or (on the CPU) a target is outside the vocabulary. On a GPU
             such a target makes the loss NaN: looking at it would synchronise, and data are checked when prepared.
+            Or Liger's kernel is asked for where it cannot run.
     """
     _check(hidden, head_weight, targets, chunk_tokens)
+    if kernel == "liger" and (reason := why_not_liger(hidden.device)):
+        raise ValueError(f"memory.loss=liger: {reason}; write memory.loss=chunked or auto")
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     loss: Tensor = _ChunkedCrossEntropy.apply(
-        hidden.flatten(0, -2), head_weight, targets.flatten(), chunk_tokens, torch.is_grad_enabled()
+        hidden.flatten(0, -2),
+        head_weight,
+        targets.flatten(),
+        chunk_tokens,
+        kernel != "chunked",
+        torch.is_grad_enabled(),
     )
     return loss, (targets != IGNORE).sum()
 
@@ -58,7 +68,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head_weight: Tensor, targets: Tensor, chunk_tokens: int, with_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        head_weight: Tensor,
+        targets: Tensor,
+        chunk_tokens: int,
+        may_use_liger: bool,
+        with_grad: bool,
     ) -> Tensor:
         weight = _padded(head_weight.to(hidden.dtype))
         statistics = torch.promote_types(hidden.dtype, torch.float32)
@@ -79,6 +95,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     len(head_weight),
                     None if grad_hidden is None else grad_hidden[chunk],
                     grad_weight,
+                    may_use_liger,
                 )
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight[: len(head_weight)])
         ctx.weight_dtype = head_weight.dtype
@@ -92,14 +109,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden * grad_loss,
             None if grad_weight is None else (grad_weight * grad_loss).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 
 def _chunk_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, grad_hidden: Tensor | None, grad_weight: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: int,
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
+    may_use_liger: bool,
 ) -> Tensor:
     """Losses [n] of one chunk; fills grad_hidden [n, hidden_size] and adds to grad_weight [padded vocab, hidden_size].
 
@@ -108,7 +129,7 @@ def _chunk_losses(
     logits = hidden @ weight.t()
     logits[:, vocab:] = -torch.inf
     with_grad = grad_hidden is not None or grad_weight is not None
-    kernel = _liger_kernel() if _runs_on_liger(logits) else None
+    kernel = _liger_kernel() if may_use_liger and _runs_on_liger(logits) else None
     if kernel is None:
         losses = _softmax_gradient_(logits, targets, with_grad)
     else:
@@ -209,6 +230,15 @@ def _liger_kernel() -> Any | None:
         )
         return None
     return kernel
+
+
+def why_not_liger(device: torch.device) -> str | None:
+    """Why Liger's kernel cannot run there, or None if it can."""
+    if device.type != "cuda":
+        return f"its kernel needs an NVIDIA GPU and the model is on {device}"
+    if _liger_kernel() is None:
+        return "liger-kernel is not installed, or of a version that is not known here (pip install liger-kernel)"
+    return None
 
 
 def _runs_on_liger(logits: Tensor) -> bool:

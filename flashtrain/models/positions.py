@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from flashtrain.config.schema import RopeScalingConfig
+
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 [batch or 1, 1, seq, head_dim / 2]
 Tile = tuple[int, int]  # height and width in pixels
 
@@ -41,6 +43,27 @@ def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Ten
     """Radians per position of each rotated pair, theta^(-2i / head_dim): float64 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     return theta**-exponents
+
+
+def scale_frequencies(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
+    """The frequencies of a model that reads `scaling.factor` times further than it was trained.
+
+    linear divides all of them (position interpolation, Chen et al. 2023). llama3 divides those of pairs that turn less
+    than `low_freq_factor` times in the length trained at, leaves those that turn more than `high_freq_factor` times,
+    and passes from one to the other linearly in the number of turns (Llama 3.1, Dubey et al. 2024).
+
+    Args:
+        frequencies: float64 [head_dim / 2], radians per position.
+    """
+    if scaling.rule == "linear":
+        return frequencies / scaling.factor
+    if scaling.rule == "llama3":
+        assert scaling.original_seq_len is not None, "flashtrain.config refuses llama3 without a length"
+        turns = scaling.original_seq_len * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / scaling.factor)
+    return frequencies
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:

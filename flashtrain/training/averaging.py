@@ -22,15 +22,26 @@ class AveragedWeights:
         self.parameters: list[Tensor] = list(named.values())
         self.decay = decay
         self.mean: list[Tensor] | None = None
+        self._share: Tensor | None = None  # of the next weights, on the device, where a recorded step reads it
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Take in the weights after optimiser step `step`, counted from 1."""
+    def begin(self, step: int) -> None:
+        """Say which optimiser step comes next, counted from 1; nothing waits for the device."""
+        if self._share is None:
+            self._share = torch.zeros((), device=self.parameters[0].device)
+        self._share.fill_(1 - min(self.decay, (1 + step) / (10 + step)))
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Take in the weights after the step that `begin` has named."""
+        assert self._share is not None, "begin() names the step"
+        now = [p.detach() for p in self.parameters]
         if self.mean is None:
-            self.mean = [p.detach().clone() for p in self.parameters]
+            self.mean = [p.clone() for p in now]
             return
-        decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self.mean, [p.detach() for p in self.parameters], 1 - decay)
+        change = torch._foreach_sub(now, self.mean)
+        torch._foreach_mul_(change, self._share)
+        torch._foreach_add_(self.mean, change)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

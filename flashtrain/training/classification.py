@@ -42,7 +42,6 @@ class ClassificationTask(ImageTask):
         self.dense_weight = classifier.dense_weight
 
     def loss_sum(self, batch: ImageBatch) -> Tensor:
-        batch = self.to_device(batch)
         logits, dense = self.run_model(batch.images)
         total = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
         if dense is not None and batch.targets is not None:
@@ -51,7 +50,6 @@ class ClassificationTask(ImageTask):
 
     def measure(self, batch: ImageBatch) -> Tensor:
         """Cross entropy of the labels, and how many are right."""
-        batch = self.to_device(batch)
         logits, _ = self.run_model(batch.images)
         loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
         return torch.stack([loss, (logits.argmax(-1) == batch.labels).sum().to(loss.dtype)])

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from flashtrain.attention import Full
 from flashtrain.config import Config
 from flashtrain.models.classifier import Classifier
-from flashtrain.training.task import Task
+from flashtrain.models.recompute import Recompute
+from flashtrain.training.task import MicroBatch, Task
 from flashtrain.training.visibility import LayerMasks, Plans, visible_pairs
 
 
 class ImageTask(Task):
     """An encoder of images and its optimiser step; subclasses say what is learned from them."""
 
+    ALL_ALIKE: ClassVar[bool] = True
     model: Classifier
 
     def __init__(self, config: Config, model: Classifier) -> None:
         super().__init__(config, model)
         self.masks = LayerMasks(config, Full(), positional=False)
+
+    def compile_model(self) -> None:
+        """Compile the blocks, once for all of them: what is around them is little, and a run has several sizes."""
+        if Recompute.of(self.model.checkpoint_blocks) != Recompute():
+            return super().compile_model()
+        torch.compiler.reset()  # what was compiled for an earlier stage would count against the limit of versions
+        for block in self.model.blocks:
+            block.compile(fullgraph=True, dynamic=False)
+        return None
+
+    def validate(self, batches: Iterable[MicroBatch]) -> dict[str, float] | None:
+        # To compile once more, for batches without gradients and a smaller last one, takes longer than it saves.
+        with torch.compiler.set_stance("force_eager"):
+            return super().validate(batches)
 
     def plan(self, images: Tensor) -> Plans:
         """Every pixel sees every pixel, but for the block layouts of the layers."""

@@ -37,13 +37,13 @@ class LanguageTask(Task):
         self.masks = LayerMasks(config, mask_of(config), positional=True)
 
     def loss_sum(self, batch: Batch) -> Tensor:
-        batch = self.to_device(batch)
         plans = self.plan(batch)
         self.visible_pairs += visible_pairs(plans) * len(batch.tokens)
         hidden = self._forward[0](batch.tokens, plans, batch.positions)
         total, _ = cross_entropy_sum(
-            hidden, self.model.head_weight, batch.targets, chunk_tokens=self.config.memory.loss_chunk_tokens
-        )
+            hidden, self.model.head_weight, batch.targets,
+            chunk_tokens=self.config.memory.loss_chunk_tokens, kernel=self.config.memory.loss,
+        )  # fmt: skip
         return total
 
     def plan(self, batch: Batch) -> Plans:

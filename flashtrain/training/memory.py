@@ -1,32 +1,169 @@
-"""Whether the activations of a step fit, or are computed again in the backward pass."""
+"""The memory of a run: what it computes again, its forecast, and what is said when it runs out all the same."""
 
 from __future__ import annotations
 
+import traceback
+from dataclasses import replace
+
 import torch
 
+from flashtrain.attention import Full, choose_backend
 from flashtrain.config import Config
-from flashtrain.training.hardware import device_memory_bytes
+from flashtrain.data.tokenizers import load_tokenizer
+from flashtrain.models.dimensions import Dimensions
+from flashtrain.models.loss import why_not_liger
+from flashtrain.models.recompute import Recompute
+from flashtrain.training.curriculum import Progress, stage_config
+from flashtrain.training.forecast import GPUS, SAFE, Case, Forecast, Gpu, choose, describe, gpu_called
+from flashtrain.training.forecast.case import count_parameters
+from flashtrain.training.hardware import choose_device, choose_precision, device_memory_bytes
+from flashtrain.training.language import mask_of
+from flashtrain.training.progress import complain
+from flashtrain.training.visibility import LayerMasks, visible_pairs
 
-# Share of the device's memory that activations may take before blocks are checkpointed. On the CPU the machine has
-# other things to hold as well.
-_SHARE = {"cuda": 0.7, "cpu": 0.25}
+# Share of a machine's memory that is planned with on the CPU: it has other things to hold as well.
+_CPU_SHARE = 0.4
+_COMPILE_FROM = 10_000_000  # parameters; as trainer.compile=auto has it
 
 
-def activation_bytes(config: Config, precision: str) -> int:
-    """What autograd keeps of one micro-batch, without checkpointing: an estimate from the shapes.
+def forecast(config: Config, vocab_size: int, precision: str, device: torch.device, pairs: float) -> Forecast:
+    """What a run costs on `device`, with the memory settings that it leaves open chosen.
 
-    A block keeps about 16 vectors of hidden_size and 3 of mlp_size a token (inputs and outputs of its norms, linear
-    layers, activation and attention).
+    Args:
+        config: the run's, or its stage's.
+        vocab_size: rows of the head.
+        precision: Lightning's name of the number format.
+        device: where the model will be.
+        pairs: visible query-key pairs a sequence and head, the mean over layers.
+
+    Raises:
+        ValueError: the run does not fit the GPU, with the forecast and the ways out; or its loss cannot run there.
     """
-    model = config.model
-    mlp = model.mlp_size or 4 * model.hidden_size
-    width = 4 if precision == "32-true" else 2
-    tokens = config.sequences_per_micro_batch * config.seq_len
-    return tokens * model.num_layers * (16 * model.hidden_size + 3 * mlp) * width
+    if config.memory.loss == "liger" and config.task == "language" and (reason := why_not_liger(device)):
+        raise ValueError(f"memory.loss=liger: {reason}; write memory.loss=chunked or auto")
+    memory, machine = float(device_memory_bytes(device)), float(device_memory_bytes(torch.device("cpu")))
+    gpu = gpu_called(torch.cuda.get_device_name(device), memory) if device.type == "cuda" else None
+    head = torch.empty(
+        1, 1, 1, Dimensions.of(config.model).head_dim, device=device,
+        dtype=torch.float32 if precision == "32-true" else torch.bfloat16,
+    )  # fmt: skip
+    backend = choose_backend(config.attention.backend, head)
+    case = _case(config, vocab_size, precision, device.type == "cuda", backend, pairs, gpu)
+    planned = (SAFE if device.type == "cuda" else _CPU_SHARE) * memory
+    found = Forecast.of(replace(case, how=choose(case, planned, machine)), memory)
+    if device.type == "cuda":
+        refuse_what_does_not_fit(found)
+    return found
 
 
-def checkpoint_blocks(config: Config, precision: str, device: torch.device) -> bool:
-    """True if blocks are computed again in the backward pass: as configured, or (`auto`) where they would not fit."""
-    if config.memory.checkpointing != "auto":
-        return config.memory.checkpointing == "full"
-    return activation_bytes(config, precision) > _SHARE[device.type] * device_memory_bytes(device)
+def refuse_what_does_not_fit(found: Forecast) -> None:
+    """Stop a run before it trains.
+
+    Raises:
+        ValueError: it does not fit; the message is the forecast with the cheapest ways out.
+    """
+    if not found.fits:
+        raise ValueError("\n".join(["this run does not fit:", *found.lines()]))
+
+
+def plan(config: Config) -> Forecast:
+    """The forecast for `plan.gpu`, or for this machine, or for an H200 where it has no GPU; nothing is started.
+
+    Raises:
+        ValueError: a tokenizer that cannot be loaded, or a layout that cannot be made.
+    """
+    config = stage_config(config, Progress())
+    if config.task == "language":
+        vocab_size = load_tokenizer(config.tokenizer).vocab_size
+    else:
+        assert config.classifier is not None
+        vocab_size = config.classifier.num_classes
+    gpu = GPUS[config.plan.gpu] if config.plan.gpu is not None else _this_gpu() or GPUS["h200"]
+    on_gpu = torch.device("cuda")
+    precision = choose_precision(config.trainer, on_gpu)
+    backend = config.attention.backend
+    if backend == "auto":
+        fast = precision != "32-true" and Dimensions.of(config.model).head_dim in (64, 128)
+        backend = "hopper" if gpu.has_hopper_kernels and fast else "portable"
+    case = _case(config, vocab_size, precision, True, backend, _pairs(config), gpu)
+    return Forecast.of(replace(case, how=choose(case, SAFE * gpu.memory_bytes, float("inf"))), gpu.memory_bytes)
+
+
+def show_plan(config: Config) -> int:
+    """Print the forecast; nothing is trained. 0 if the run fits, else 1."""
+    try:
+        found = plan(config)
+    except (ValueError, OSError) as error:
+        complain(str(error))
+        return 1
+    print("\n".join(found.lines()))
+    return 0 if found.fits else 1
+
+
+def forecast_of(config: Config, vocab_size: int, precision: str, device: torch.device) -> Forecast:
+    """The same without a task at hand: its masks are made here."""
+    return forecast(config, vocab_size, precision, device, _pairs(config))
+
+
+def out_of_memory(error: torch.OutOfMemoryError, found: Forecast | None, at: str) -> list[str]:
+    """What to say when memory runs out in mid-run: what was asked for, by what, and the way out.
+
+    Args:
+        error: PyTorch's.
+        found: the forecast that the run started with.
+        at: where the run was.
+    """
+    asked = next((line for line in str(error).splitlines() if "Tried to allocate" in line), str(error).splitlines()[0])
+    lines = [f"out of memory {at}: {asked.strip()}", f"asked for by {_who(error)}"]
+    if found is not None:
+        lines.extend(found.short())
+        tight = replace(found, device_bytes=min(found.device_bytes, found.memory.peak * 0.95))
+        lines.extend(tight.advice())
+    lines.append("the last checkpoint is whole: resume with one of these changes")
+    return lines
+
+
+def memory_line(how: Recompute, config: Config) -> str:
+    """What the run's banner says of its memory."""
+    kept = {
+        "none": "all activations kept",
+        "selective": "each block computed again in the backward pass, attention excepted",
+        "full": "each block computed again in the backward pass",
+    }[how.blocks]
+    offload = ", its input in host memory meanwhile" if how.offload else ""
+    pieces = f", MLPs in pieces of {how.mlp_chunk_tokens:,} tokens" if how.mlp_chunk_tokens else ""
+    logits = f"logits of {config.memory.loss_chunk_tokens:,} tokens at once"
+    return f"memory: {kept}{offload}{pieces}, {logits} ({describe(how)})"
+
+
+def _case(
+    config: Config, vocab_size: int, precision: str, on_gpu: bool, backend: str, pairs: float, gpu: Gpu | None
+) -> Case:
+    compiled = config.trainer.compile
+    case = Case(config, vocab_size, precision, compiled is True, backend, pairs, Recompute(), gpu, fused_norm=on_gpu)
+    if compiled == "auto":
+        case = replace(case, compiled=on_gpu and sum(count_parameters(case).values()) >= _COMPILE_FROM)
+    return case
+
+
+def _pairs(config: Config) -> float:
+    """Visible pairs of the run's masks, without the borders of documents."""
+    language = config.task == "language"
+    masks = LayerMasks(config, mask_of(config) if language else Full(), positional=language)
+    return float(visible_pairs(masks.lower(1, config.seq_len, torch.device("cpu"))))
+
+
+def _this_gpu() -> Gpu | None:
+    device = choose_device("auto")
+    if device.type != "cuda":
+        return None
+    return gpu_called(torch.cuda.get_device_name(device), float(device_memory_bytes(device)))
+
+
+def _who(error: BaseException) -> str:
+    """The innermost line of flashtrain that the error came through."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/flashtrain/" in frame.filename]
+    if not frames:
+        return "PyTorch, outside flashtrain's own code"
+    frame = frames[-1]
+    return f"{frame.name} (flashtrain/{frame.filename.split('/flashtrain/')[-1]}, line {frame.lineno}): {frame.line}"

@@ -47,7 +47,8 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
     ) -> None:
         pairs = list(matrices)
-        adam = {"kind": "adamw", "betas": betas, "eps": eps, "lr": lr}
+        # `fused` tells PyTorch to load the count of steps onto the parameters' device, where the fused kernel reads it.
+        adam = {"kind": "adamw", "betas": betas, "eps": eps, "lr": lr, "fused": True}
         groups: list[dict[str, Any]] = [
             {
                 "params": [p for p, _ in pairs], "rows": [rows for _, rows in pairs], "kind": "muon",

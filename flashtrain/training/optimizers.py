@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flashtrain.config.schema import OptimizerConfig
 from flashtrain.models.gpt import Attention, Block
+from flashtrain.training.half_adamw import HalfAdamW
 from flashtrain.training.muon import Muon
 
 
@@ -36,9 +37,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
             {"params": decayed, "weight_decay": config.weight_decay},
             {"params": undecayed, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-        )
+        groups = [group for group in groups if group["params"]]
+        if config.state == "bfloat16":
+            optimizer = HalfAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        else:
+            optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     return optimizer
 
 
@@ -58,11 +61,26 @@ def _block_matrices(model: nn.Module) -> dict[str, list[int] | None]:
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, rate_of: Callable[[float], float]
 ) -> None:
-    """Give every group the rate that `rate_of` makes of its configured peak."""
+    """Give every group the rate that `rate_of` makes of its configured peak.
+
+    Rates are float32 scalars beside the parameters, always the same ones: a recorded step reads them there, and fused
+    optimisers take no other type. Writing one does not wait for the device.
+    """
     for group in optimizer.param_groups:
         peak = config.matrix_lr if group.get("kind") == "muon" else config.lr
         assert peak is not None
-        group["lr"] = rate_of(peak)
+        device, rate = group["params"][0].device, group["lr"]
+        if not isinstance(rate, Tensor) or rate.device != device:  # new, or from a checkpoint
+            group["lr"] = rate = torch.zeros((), device=device)
+        rate.fill_(rate_of(peak))
+
+
+def allow_recording(optimizer: torch.optim.Optimizer) -> None:
+    """Tell AdamW whether its next step is recorded: it refuses where it does not know, and warns where it need not."""
+    recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = recording
 
 
 def clip_gradients(parameters: Iterable[Tensor], clip_norm: float | None) -> Tensor:

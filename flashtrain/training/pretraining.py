@@ -34,7 +34,6 @@ class PretrainingTask(ImageTask):
         self.head_size = round(self.model.pixel_head.out_features * pretrain.share)
 
     def loss_sum(self, batch: ImageBatch) -> Tensor:
-        batch = self.to_device(batch)
         assert batch.hidden is not None
         hidden = self.run_model(batch.images, batch.hidden)
         levels = batch.images.flatten(1).gather(1, batch.hidden)

@@ -18,21 +18,23 @@ from flashtrain.training.attention_report import AttentionReport
 from flashtrain.training.beginnings import is_anew, prepare_beginning
 from flashtrain.training.classification import ClassificationWork
 from flashtrain.training.curriculum import Progress, attempts, check_attempts, describe, stage_config
+from flashtrain.training.forecast import Forecast
 from flashtrain.training.hardware import choose_device, choose_precision, device_name, peak_memory_gib
 from flashtrain.training.language import LanguageWork
 from flashtrain.training.loop import Deadline, Loop, StageOver
-from flashtrain.training.memory import checkpoint_blocks
+from flashtrain.training.memory import forecast, memory_line, out_of_memory, show_plan
 from flashtrain.training.meter import Diverged, Meter, Row
 from flashtrain.training.preemption import Preemption
 from flashtrain.training.progress import Display, complain
+from flashtrain.training.recording import choose_launching
 from flashtrain.training.run_folder import RunFolder, git_commit
+from flashtrain.training.sequence_task import SequenceWork
 from flashtrain.training.task import fold_seed
 from flashtrain.training.trackers import Tracker, build_trackers
+from flashtrain.training.visibility import visible_pairs
 from flashtrain.training.warm_start import warm_start
 
 logger = logging.getLogger("flashtrain")
-
-_COMPILE_FROM = 10_000_000  # parameters
 
 
 def run(config: Config, changes: list[str]) -> int:
@@ -41,6 +43,8 @@ def run(config: Config, changes: list[str]) -> int:
     Returns:
         The exit code: 0 finished, 143 after SIGTERM, 130 after Ctrl-C, 1 otherwise.
     """
+    if config.plan.only:
+        return show_plan(config)
     try:
         folder = RunFolder.reopen(config.runs_dir, config.resume) if config.resume else RunFolder.create(config)
     except ValueError as error:
@@ -62,8 +66,8 @@ def run(config: Config, changes: list[str]) -> int:
         this.status, this.exit_code = "stopped", 130
     except torch.OutOfMemoryError as error:
         this.exit_code = 1
-        logger.error("out of memory: %s", str(error).splitlines()[0])
-        logger.error("the last checkpoint is whole; try memory=full, a smaller trainer.micro_batch_tokens, or seq_len")
+        for line in out_of_memory(error, this.forecast, this.place):
+            logger.error("%s", line)
     except (ValueError, OSError) as error:
         this.exit_code = 1
         logger.error("%s", error)
@@ -92,7 +96,9 @@ class _Run:
         self.facts: dict[str, Any] = {}
         self.resume_from: ckpt.Start | None = None
         self.progress = Progress()
-        self.work: LanguageWork | ClassificationWork
+        self.launched = ""
+        self.forecast: Forecast | None = None
+        self.work: LanguageWork | ClassificationWork | SequenceWork
 
     def prepare(self) -> None:
         """Everything that can go wrong before the first step."""
@@ -101,8 +107,9 @@ class _Run:
         self.precision = choose_precision(config.trainer, device)
         self.resume_from = self._checkpoint()
         attention = self._build(self.resume_from)
+        assert self.forecast is not None
         about = {"device": device_name(device), "precision": self.precision}
-        self.facts = attention.facts() | about | self.work.facts()
+        self.facts = attention.facts() | about | self.work.facts() | self.forecast.facts()
         for line in self._banner(attention):
             logger.info("%s", line)
         if config.schedule.warmup_steps > config.trainer.max_steps:
@@ -128,9 +135,11 @@ class _Run:
         task.progress = self.progress
         if start is not None:
             prepare_beginning(task, config, start, self.folder.checkpoints)
-        task.model.checkpoint_blocks = checkpoint_blocks(self.work.config, self.precision, device)
-        if self._compiles():
-            task.compile_model()
+        seq_len, head_size = self.work.config.seq_len, task.head_size
+        pairs = float(visible_pairs(task.masks.lower(1, seq_len, device)))
+        self.forecast = forecast(self.work.config, head_size, self.precision, device, pairs)
+        task.model.checkpoint_blocks = self.forecast.case.how
+        self.launched = choose_launching(task, self.work.config, device)
         return AttentionReport(task.masks, self.precision, device)
 
     def train(self) -> None:
@@ -183,9 +192,10 @@ class _Run:
 
     def _enter(self, start: ckpt.Start) -> None:
         """Go on with another stage, or another attempt at this one."""
+        self.task.recorded = None  # and with it the memory of its graph
         attention = self._build(start)
         self.facts |= attention.facts() | self.work.facts()
-        for line in (describe(self.config, self.progress), *attention.lines()):
+        for line in (describe(self.config, self.progress), f"launching: {self.launched}", *attention.lines()):
             logger.info("%s", line)
 
     def finish(self) -> None:
@@ -218,12 +228,10 @@ class _Run:
         if self.status == "stopped":
             logger.info("go on with: python train.py resume=%s", self.folder.run_id)
 
-    def _compiles(self) -> bool:
-        """Whether the model is compiled: as configured, or (`auto`) where that pays within a run of minutes."""
-        assert self.device is not None
-        if self.config.trainer.compile != "auto":
-            return self.config.trainer.compile
-        return self.device.type == "cuda" and sum(p.numel() for p in self.task.model.parameters()) >= _COMPILE_FROM
+    @property
+    def place(self) -> str:
+        """Where the run is, for a message."""
+        return "before the first step" if self.trainer is None else f"in step {self.trainer.global_step + 1}"
 
     def _checkpoint(self, resuming: bool = False) -> ckpt.Start | None:
         """The checkpoint to go on from."""
@@ -237,18 +245,16 @@ class _Run:
     def _banner(self, attention: AttentionReport) -> list[str]:
         config = self.work.config
         per_step, per_micro = config.sequences_per_step, config.sequences_per_micro_batch
-        # The Hopper kernels sum dq in any order; where the order must not change, the slower kernels do it.
-        fixed_order = config.trainer.deterministic and "hopper" in attention.backends
-        slower = " (backward pass by portable, for trainer.deterministic)" if fixed_order else ""
-        blocks = "each block computed again in the backward pass" if self.task.model.checkpoint_blocks else "all kept"
+        assert self.forecast is not None
         lines = [
             f"run {self.folder.run_id} in {self.folder.path}",
             *self.work.banner(),
             f"step: {per_step} sequences, {per_step * config.seq_len:,} tokens, in micro-batches of {per_micro}",
-            f"device {self.facts['device']}, {self.precision}, attention {self.facts['attention_backend']}{slower}, "
-            f"{'compiled' if self._compiles() else 'not compiled'}",
+            f"device {self.facts['device']}, {self.precision}, attention {self.facts['attention_backend']}",
+            f"launching: {self.launched}",
             *attention.lines(),
-            f"memory: activations {blocks}, logits of {config.memory.loss_chunk_tokens:,} tokens at once",
+            memory_line(self.forecast.case.how, config),
+            *self.forecast.short(),
         ]
         if self.resume_from is not None:
             start = self.resume_from
@@ -272,9 +278,11 @@ class _Run:
             tracker.log_text(step, name, text)
 
 
-def _work_of(config: Config, run_config: Config) -> LanguageWork | ClassificationWork:
+def _work_of(config: Config, run_config: Config) -> LanguageWork | ClassificationWork | SequenceWork:
     """What the run trains on, and for what; `config` is that of the present stage."""
-    return LanguageWork(config) if config.task == "language" else ClassificationWork(config, run_config)
+    if config.task == "language":
+        return LanguageWork(config)
+    return ClassificationWork(config, run_config) if config.sequences is None else SequenceWork(config)
 
 
 def make_trainer(config: Config, device: torch.device, precision: str, callbacks: list[pl.Callback]) -> pl.Trainer:

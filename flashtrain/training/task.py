@@ -15,13 +15,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from flashtrain.config import Config
+from flashtrain.models.recompute import Recompute, compile_blocks
 from flashtrain.training.averaging import AveragedWeights
 from flashtrain.training.curriculum import Progress
-from flashtrain.training.optimizers import build_optimizer, clip_gradients, set_learning_rate, skip_if_not_finite
+from flashtrain.training.optimizers import (
+    allow_recording,
+    build_optimizer,
+    clip_gradients,
+    set_learning_rate,
+    skip_if_not_finite,
+)
+from flashtrain.training.recording import RecordedStep, Recorder
 from flashtrain.training.schedules import learning_rate
 from flashtrain.training.visibility import LayerMasks
 
@@ -57,6 +64,8 @@ class Task(pl.LightningModule, ABC):
     masks: LayerMasks
     # Rows of the head that every token is multiplied with, for the count of FLOPs.
     head_size: int
+    # Whether all micro-batches of a run have the same shapes and masks, so that a step can be recorded.
+    ALL_ALIKE: ClassVar[bool] = False
 
     def __init__(self, config: Config, model: GPT | Classifier) -> None:
         super().__init__()
@@ -72,20 +81,26 @@ class Task(pl.LightningModule, ABC):
         self.loss = self.grad_norm = self.finite = torch.zeros(())
         self.lr, self.unfinished = 0.0, False
         self.visible_pairs: float | Tensor = 0.0
+        # Repeats the step's work on the device instead of launching it anew; None where it is launched.
+        self.recorded: RecordedStep | None = None
         decay = config.optimizer.ema_decay
         self.average = None if decay is None else AveragedWeights(model, decay)
 
     @abstractmethod
     def loss_sum(self, batch: Any) -> Tensor:
-        """The summed loss of a micro-batch's targets, in nats."""
+        """The summed loss of the targets of a micro-batch on the model's device, in nats."""
 
     def measure(self, batch: Any) -> Tensor:
         """Sums over a held-out batch's targets: one for each of FIGURES."""
         return self.loss_sum(batch)[None]
 
     def compile_model(self) -> None:
-        """Compile the forward pass; attention is one node in it, and a graph break is an error."""
-        self._forward = (torch.compile(self.model, fullgraph=True, dynamic=False),)
+        """Compile the forward pass, as one graph or block by block; attention is one node in it."""
+        how = Recompute.of(self.model.checkpoint_blocks)
+        if how == Recompute():
+            self._forward = (torch.compile(self.model, fullgraph=True, dynamic=False),)
+        else:
+            self.model.checkpoint_blocks = compile_blocks(self.model.blocks, how)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.model, self.config.optimizer)
@@ -93,40 +108,85 @@ class Task(pl.LightningModule, ABC):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch  # micro-batches move one at a time
 
-    def to_device(self, batch: _Batch) -> _Batch:
+    def to_device(self, batch: _Batch, into: Any = None) -> _Batch:
+        """The batch on the model's device: in new memory, or in that of `into`, one of the same shapes there."""
         if self.device.type == "cuda":
             batch = batch.pin_memory()  # or the copy would stop the host
-        return batch.to(self.device, non_blocking=True)
+        if into is None:
+            return batch.to(self.device, non_blocking=True)
+        into.copy_(batch)
+        return into
 
     def training_step(self, micro_batches: Sequence[MicroBatch], batch_index: int) -> None:
+        """One optimiser step: what its number decides is written to the device first, then comes the work there."""
         config, step = self.config, self.progress.own(self.global_step)
-        optimizer = self.optimizers()
-        assert isinstance(optimizer, LightningOptimizer)
-        targets = max(1, sum(batch.num_targets for batch in micro_batches))
-        self.visible_pairs, self.unfinished = 0.0, False
-        loss = torch.zeros((), device=self.device)
-        optimizer.zero_grad(set_to_none=True)
-        for index, batch in enumerate(micro_batches):
-            if index and self.give_up():
-                self.unfinished = True
-                optimizer.zero_grad(set_to_none=True)
-                return
-            # Dropout is a function of (seed, step, micro-batch): a resumed run has no generator state to restore.
-            torch.manual_seed(fold_seed(config.seed, step, index))
-            part = self.loss_sum(batch) / targets
-            self.manual_backward(part)
-            loss += part.detach()
-        self.loss = loss
-        self.grad_norm = clip_gradients(self.model.parameters(), config.optimizer.clip_norm)
-        self.finite = torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
         place, length = (self.progress.scheduled(n) for n in (self.global_step, config.trainer.max_steps))
         rate = functools.partial(learning_rate, place, max_steps=length, schedule=config.schedule)
         self.lr = rate(config.optimizer.lr)
-        set_learning_rate(optimizer.optimizer, config.optimizer, rate)
-        skip_if_not_finite(optimizer.optimizer, self.finite)
+        set_learning_rate(self._optimizer, config.optimizer, rate)
+        if self.average is not None:
+            self.average.begin(place + 1)
+        # Dropout is a function of (seed, step, micro-batch): a resumed run has no generator state to restore.
+        seeds = [fold_seed(config.seed, step, index) for index in range(len(micro_batches))]
+        self._seed(seeds[0])
+        self.unfinished = False
+        if self.recorded is None:
+            targets = sum(batch.num_targets for batch in micro_batches)
+            self._work(map(self.to_device, micro_batches), targets, seeds)
+        else:
+            (batch,) = micro_batches
+            self.recorded(batch)
+        if not self.unfinished:
+            # Lightning's count of steps. It would do this itself around `step` of its own wrapper of the optimiser,
+            # which a recorded step does not go through.
+            progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+            progress.increment_ready()
+            progress.increment_completed()
+
+    def record_steps(self, recorder: Recorder) -> None:
+        """From now on a step is one micro-batch, and its work is recorded by `recorder` and then repeated."""
+        self.recorded = RecordedStep(lambda batch: self._work([batch], batch.num_targets), self.to_device, recorder)
+
+    def _work(self, micro_batches: Iterable[MicroBatch], num_targets: int, seeds: Sequence[int] = ()) -> None:
+        """A step's work on the device: gradients, clipping, the optimiser, the running mean of the weights.
+
+        Recorded, it runs once in Python and then only on the device: whatever differs between steps must lie there.
+        `num_targets`: of the whole step. `seeds`: of each micro-batch; the first is in force already.
+        """
+        optimizer, loss = self._optimizer, torch.zeros((), device=self.device)
+        self.visible_pairs = 0.0
+        optimizer.zero_grad(set_to_none=True)
+        for index, batch in enumerate(micro_batches):
+            if index:
+                if self.give_up():
+                    self.unfinished = True
+                    optimizer.zero_grad(set_to_none=True)
+                    return
+                self._seed(seeds[index])
+            part = self.loss_sum(batch) / max(1, num_targets)
+            self.manual_backward(part)
+            loss += part.detach()
+        self.loss = loss
+        self.grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_norm)
+        self.finite = torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
+        skip_if_not_finite(optimizer, self.finite)
+        allow_recording(optimizer)
         optimizer.step()
         if self.average is not None:
-            self.average.update(place + 1)
+            self.average.take_in()
+
+    def _seed(self, seed: int) -> None:
+        """As torch.manual_seed, for the device in use alone: that one asks every kind of device that PyTorch knows."""
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return optimizer
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.average is not None:
@@ -146,16 +206,18 @@ class Task(pl.LightningModule, ABC):
     def validate(self, batches: Iterable[MicroBatch]) -> dict[str, float] | None:
         """Means over the targets of held-out batches, val_<figure> each; None if the run is asked to stop meanwhile."""
         self.model.eval()
+        counted, self.visible_pairs = self.visible_pairs, 0.0  # of the last step, which is not over for the meter
         total, targets = torch.zeros(len(self.FIGURES), dtype=torch.float64, device=self.device), 0
         try:
             with self.averaged(), self.trainer.precision_plugin.val_step_context():
                 for batch in batches:
                     if self.give_up():
                         return None
-                    total += self.measure(batch).double()
+                    total += self.measure(self.to_device(batch)).double()
                     targets += batch.num_targets
         finally:
             self.model.train()
+            self.visible_pairs = counted
         means = (total / max(1, targets)).tolist()
         return {f"val_{name}": mean for name, mean in zip(self.FIGURES, means, strict=True)}
 

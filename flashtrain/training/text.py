@@ -12,6 +12,7 @@ from flashtrain.data.batch import Batch
 from flashtrain.data.ngram import byte_trigram_loss
 from flashtrain.data.packing import pack
 from flashtrain.data.prepare import prepare
+from flashtrain.data.short_first import ShortFirst
 from flashtrain.data.stream import StepBatches, validation_batches
 from flashtrain.data.tokenizers import load_tokenizer
 from flashtrain.training.checkpoints import Identity
@@ -49,7 +50,9 @@ class TextData:
             self.config.sequences_per_micro_batch,
             seed=self.config.seed,
         )
-        return step_loader(steps.batches, first_step, self.config.data.num_workers)
+        schedule = self.config.schedule
+        grown = ShortFirst(steps, self.config.seq_len, schedule.first_length, schedule.length_steps)
+        return step_loader(grown.batches, first_step, self.config.data.num_workers)
 
     def validation(self, last: bool) -> Iterator[Batch]:
         """The held-out batches, always the same ones.

@@ -23,7 +23,7 @@ from flashtrain.data.batch import Batch
 from flashtrain.models.flops import model_flops
 from flashtrain.training.hardware import choose_precision, peak_flops
 from flashtrain.training.language import LanguageTask, mask_of
-from flashtrain.training.memory import checkpoint_blocks
+from flashtrain.training.memory import forecast_of
 from flashtrain.training.meter import Meter
 from flashtrain.training.optimizers import build_optimizer
 from flashtrain.training.run import make_trainer
@@ -112,7 +112,7 @@ def train_ours(config: Config, device: torch.device, steps: Steps, vocab: int) -
     precision = choose_precision(config.trainer, device)
     torch.manual_seed(fold_seed(config.seed))
     task = LanguageTask(config, vocab)
-    task.model.checkpoint_blocks = checkpoint_blocks(config, precision, device)
+    task.model.checkpoint_blocks = forecast_of(config, vocab, precision, device).case.how
     if config.trainer.compile:
         task.compile_model()
     meter = Meter(config, vocab, precision, device, on_row=lambda row: None)

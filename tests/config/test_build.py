@@ -32,6 +32,12 @@ def test_every_option_under_conf_composes_and_is_typed(choice):
     group = choice.split("=")[0]
     # Sections of classification are nothing without each other.
     others = ["experiment=pathfinder32"] if group in ("classifier", "images", "curriculum", "pretrain") else []
+    if group == "sequences":
+        others = ["experiment=lra_listops"]
+    if choice == "experiment=lra_pathfinder":
+        others = ["images.path=x"]
+    elif choice.startswith(("sequences=", "experiment=lra_")):
+        others += ["sequences.path=x"]
     if choice in ("images=release", "images=npz"):
         others += ["images.path=x", "classifier.dense_classes=0"]
     config = build(composed(*others, choice, "data.path=x", "data.name=org/set"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -95,3 +97,12 @@ def test_a_batch_moves_whole(targets):
     batch = steps(stored(targets=targets)).batches(0)[0].to("meta")
     assert batch.images.is_meta and batch.labels.is_meta
     assert batch.targets is None or batch.targets.is_meta
+
+
+@pytest.mark.parametrize("targets", [True, False])
+def test_a_batch_comes_out_of_another_process_as_it_went_in(targets):
+    batch = steps(stored(targets=targets)).batches(0)[0]
+    other = pickle.loads(pickle.dumps(batch))
+    assert torch.equal(other.images, batch.images) and torch.equal(other.labels, batch.labels)
+    assert (other.num_targets, other.hidden) == (batch.num_targets, None)
+    assert torch.equal(other.targets, batch.targets) if targets else other.targets is None

@@ -322,6 +322,41 @@ def test_gpu_loss_and_gradients_match_float64_without_synchronising(monkeypatch,
         assert (leaf.grad.double() - reference).norm() <= 2 * plain_error + 1e-6 * reference.norm()
 
 
+def test_liger_where_it_cannot_run_is_refused_with_the_way_out():
+    hidden, weight, targets = case()
+    with pytest.raises(
+        ValueError, match=r"memory.loss=liger: its kernel needs an NVIDIA GPU.* write memory.loss=chunked"
+    ):
+        cross_entropy_sum(hidden.cpu(), weight.cpu(), targets.cpu(), chunk_tokens=8, kernel="liger")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_liger_and_chunked_give_the_same_loss_and_gradients(monkeypatch, dtype):
+    """Tied weights: the head is the embedding; two micro-batches add up, one of them with ignored targets alone."""
+    pytest.importorskip("liger_kernel")
+    generator = torch.Generator().manual_seed(0)
+    table = (0.1 * torch.randn(5_001, 128, generator=generator)).cuda().requires_grad_()
+    tokens = torch.randint(5_001, (2, 300), generator=generator).cuda()
+    targets = torch.randint(5_001, (2, 300), generator=generator).cuda()
+    targets[0, ::3], targets[1] = IGNORE, IGNORE
+    results = []
+    for kernel in ("chunked", "liger"):
+        if kernel == "chunked":
+            monkeypatch.setattr(loss_module, "_liger_softmax_gradient_", None)  # chunked never takes Liger's
+        table.grad, total = None, 0.0
+        for row in range(2):
+            hidden = F.embedding(tokens[row], table).to(dtype)
+            loss, _ = cross_entropy_sum(hidden, table, targets[row], chunk_tokens=128, kernel=kernel)
+            loss.backward()
+            total += loss.item()
+        results.append((total, table.grad.clone()))
+        monkeypatch.undo()
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-3)
+    torch.testing.assert_close(*(gradient for _, gradient in results), rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_gpu_target_outside_the_vocabulary_gives_nan_and_leaves_the_gpu_usable():

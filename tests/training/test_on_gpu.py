@@ -74,3 +74,43 @@ def test_a_deterministic_run_stopped_and_resumed_is_equal_bit_for_bit(make_confi
     straight, cut = figures(tmp_path / "runs" / "straight"), figures(tmp_path / "runs" / "cut")
     assert cut[1:] == straight[1:]  # the stop itself validates, which is one figure more in row 1
     assert [value for value in cut[0] if value in straight[0]] == [value for value in straight[0] if value]
+
+
+IMAGES_ON_GPU = (
+    "trainer.accelerator=cuda", "trainer.micro_batch_tokens=8k", "trainer.max_steps=24", "model.dropout=0.1",
+    "optimizer.ema_decay=0.9", "schedule.warmup_steps=8", "trainer.val_every_n_steps=11",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_a_step_as_one_graph_equals_launched_steps_and_resumes_to_the_same_bits(image_config, tmp_path, compiled):
+    """Schedule, dropout, running mean and validations included."""
+    changes = (*IMAGES_ON_GPU, "trainer.deterministic=true", f"trainer.compile={compiled}")
+    assert run_module.run(image_config(*changes, "trainer.cuda_graph=false", "run_id=launched"), []) == 0
+    assert run_module.run(image_config(*changes, "trainer.cuda_graph=true", "run_id=graph"), []) == 0
+    assert run_module.run(image_config(*changes, "run_id=cut", "trainer.max_time=0s"), []) == 0
+    assert go_on(tmp_path, "cut", "trainer.max_time=9h") == 0
+    assert "a step is one CUDA graph" in (tmp_path / "runs" / "graph" / "train.log").read_text()
+    launched, graph, cut = (figures(tmp_path / "runs" / name) for name in ("launched", "graph", "cut"))
+    assert graph == launched
+    assert cut[1:] == launched[1:]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_recorded_step_never_waits_for_the_gpu_and_learns(image_config, tmp_path, monkeypatch, optimizer):
+    make_trainer = run_module.make_trainer
+    monkeypatch.setattr(
+        run_module,
+        "make_trainer",
+        lambda config, device, precision, callbacks: make_trainer(
+            config, device, precision, [_NoSynchronisation(), *callbacks]
+        ),
+    )
+    changes = (f"optimizer={optimizer}", "trainer.log_every_n_steps=6", "trainer.checkpoint_every_n_steps=12")
+    try:
+        assert run_module.run(image_config(*IMAGES_ON_GPU, *changes, "run_id=steady"), []) == 0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses = [float(row[2]) for row in figures(tmp_path / "runs" / "steady") if row[2]]
+    assert losses[-1] < losses[0]
+    assert "a step is one CUDA graph" in (tmp_path / "runs" / "steady" / "train.log").read_text()

@@ -47,7 +47,7 @@ def begun(monkeypatch):
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "l1"])
 def test_the_loss_falls_and_validation_reports_it_instead_of_an_accuracy(image_config, tmp_path, loss):
-    changes = ("trainer.max_steps=20", "trainer.val_every_n_steps=10", "images.val_images=8", "optimizer.lr=3e-3")
+    changes = ("trainer.max_steps=20", "trainer.val_every_n_steps=10", "images.val_images=8", "optimizer.lr=1e-3")
     assert run(image_config(*ALONE, *changes, f"pretrain.loss={loss}", "run_id=a"), []) == 0
     rows = metrics(tmp_path / "runs" / "a")
     first, last = float(rows[0]["train_loss"]), float(rows[-1]["train_loss"])

@@ -227,3 +227,16 @@ class TestCheckpoints:
         log = (folder / "train.log").read_text()
         assert "No space left" in log and "MiB are free" in log
         assert summary(folder)["status"] == "failed"
+
+
+def test_a_run_that_lengthens_its_sequences_resumes_to_the_same_bits(make_config, tmp_path):
+    changes = ("schedule.length_steps=8", "schedule.first_length=8", "trainer.sample_tokens=0")
+    assert run(make_config(*changes, "run_id=straight"), []) == 0
+    assert run(make_config(*changes, "run_id=cut", "trainer.max_time=0s"), []) == 0
+    assert go_on(tmp_path, "cut", "trainer.max_time=9h") == 0
+    straight, cut = figures(tmp_path / "runs" / "straight"), figures(tmp_path / "runs" / "cut")
+    assert cut[1:] == straight[1:]
+    assert run(make_config("trainer.sample_tokens=0", "run_id=whole"), []) == 0
+    whole = figures(tmp_path / "runs" / "whole")
+    assert [row[1] for row in whole] == [row[1] for row in straight]  # as many tokens
+    assert whole[0][2] != straight[0][2]  # other contexts

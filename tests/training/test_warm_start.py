@@ -26,7 +26,8 @@ class TestMean:
         expected = None
         for step in range(1, 40):
             nn.init.constant_(model.weight, float(step))
-            average.update(step)
+            average.begin(step)
+            average.take_in()
             decay = min(0.9, (1 + step) / (10 + step))
             expected = float(step) if expected is None else decay * expected + (1 - decay) * step
         assert average.state()["weight"].item() == pytest.approx(expected, rel=1e-5)
@@ -34,7 +35,8 @@ class TestMean:
     def test_the_models_own_weights_come_back_even_after_an_error(self):
         model = nn.Linear(2, 2)
         average = AveragedWeights(model, 0.5)
-        average.update(1)
+        average.begin(1)
+        average.take_in()
         mean, own = model.weight.detach().clone(), torch.full((2, 2), 7.0)
         with torch.no_grad():
             model.weight.copy_(own)
