@@ -36,6 +36,7 @@ CHANGES = (
     "model.dropout=0.1", "optimizer.ema_decay=0.9", "trainer.max_steps=10", "trainer.micro_batch_tokens=8k",
     "schedule.warmup_steps=6", "trainer.val_every_n_steps=7", "trainer.checkpoint_every_n_steps=4",
 )  # fmt: skip
+AUTO = "trainer.cuda_graph=auto"
 
 
 class _Operations(TorchDispatchMode):
@@ -106,12 +107,12 @@ def straight(image_config, tmp_path):
 
 def test_recorded_steps_equal_launched_ones_and_resume_to_the_same_bits(straight, recorded, image_config, tmp_path):
     """Dropout, the schedule, the running mean, validations and checkpoints included."""
-    assert run(image_config(*CHANGES, "run_id=whole"), []) == 0
+    assert run(image_config(*CHANGES, AUTO, "run_id=whole"), []) == 0
     assert OperationRecorder.repeated == 10 - 4
     assert figures(tmp_path / "runs" / "whole") == straight
     assert len({row[4] for row in straight}) > 6, "the guard: the rate changes at most steps"
 
-    assert run(image_config(*CHANGES, "run_id=cut", "trainer.max_time=0s"), []) == 0
+    assert run(image_config(*CHANGES, AUTO, "run_id=cut", "trainer.max_time=0s"), []) == 0
     assert summary(tmp_path / "runs" / "cut")["steps"] == 1
     assert go_on(tmp_path, "cut", "trainer.max_time=9h") == 0
     assert figures(tmp_path / "runs" / "cut")[1:] == straight[1:]
@@ -135,7 +136,7 @@ def test_every_kind_of_run_on_images_can_be_recorded(image_config, tmp_path, cha
     changes = changed(list(CHANGES), *changes)
     assert run(image_config(*changes, "run_id=plain"), []) == 0
     request.getfixturevalue("recorded")
-    assert run(image_config(*changes, "run_id=recorded"), []) == 0
+    assert run(image_config(*changes, AUTO, "run_id=recorded"), []) == 0
     assert OperationRecorder.repeated >= 2
     plain, recorded = (figures(tmp_path / "runs" / name) for name in ("plain", "recorded"))
     assert plain == recorded
@@ -153,8 +154,9 @@ def test_a_recorded_step_that_is_not_finite_never_reaches_the_weights(recorded, 
 
     monkeypatch.setattr(ClassificationTask, "loss_sum", lambda self, batch: honest(self, batch) * factor)
     monkeypatch.setattr(Task, "training_step", poisoned)
-    assert run(image_config(*CHANGES, "run_id=bad", "trainer.log_every_n_steps=2"), []) == 1
+    assert run(image_config(*CHANGES, AUTO, "run_id=bad", "trainer.log_every_n_steps=2"), []) == 1
     assert "not finite at step 7" in (tmp_path / "runs" / "bad" / "train.log").read_text()
+    assert OperationRecorder.repeated > 0
     assert not torch.equal(weights[4], weights[5])
     assert len(weights) > 7 and all(torch.equal(weights[5], later) for later in weights[6:])
 
