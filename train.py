@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from flashtrain import sweep
 from flashtrain.config import ConfigError, build
 from flashtrain.config.command_line import check_overrides
+from flashtrain.config.from_folder import with_folder
 from flashtrain.config.resume import resumed
 
 ROOT = Path(__file__).resolve().parent
@@ -32,7 +33,7 @@ def main(composed: DictConfig) -> float | None:
     arguments = hydra_settings["hydra"]["overrides"]["task"]
     try:
         raw: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
-        raw, changes = resumed(raw, arguments) if raw.get("resume") else (raw, [])
+        raw, changes = resumed(raw, arguments) if raw.get("resume") else (with_folder(raw, arguments), [])
         config = build(raw)
     except (ConfigError, OmegaConfBaseException) as error:
         print(error, file=sys.stderr)

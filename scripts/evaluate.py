@@ -1,12 +1,19 @@
-"""How right a trained run is on data that it was not trained on.
+"""How right a trained run is on data that it was not trained on; what that means goes by the run's task.
 
-    python scripts/evaluate.py runs/<run_id>                                     new images of the run's own kind
-    python scripts/evaluate.py runs/<run_id> --images lra32 --count 20000
+    python scripts/evaluate.py runs/<run_id>                                     all that its task is judged by
+    python scripts/evaluate.py runs/<run_id> --out result.json --plot result.png
+    python scripts/evaluate.py runs/<run_id> --context 32k --extend yarn         a language model, read further
+    python scripts/evaluate.py runs/<run_id> --tasks passkey --lengths 1k,4k,16k --repeats 20
+    python scripts/evaluate.py runs/<run_id> --images lra32 --count 20000        a Pathfinder classifier
     python scripts/evaluate.py runs/<run_id> --release lra_release --side 32     the Long Range Arena's test images
-    python scripts/evaluate.py runs/<run_id> --npz images.npz --out result.json
+    python scripts/evaluate.py runs/<run_id> --npz images.npz
 
-Takes the newest checkpoint (the mean of the weights, where the run kept one) and prints the accuracy with its standard
-error, that of each class, that of guessing from the distance between the two discs alone, and the images per second.
+Takes a run's newest checkpoint (the mean of the weights, where the run kept one), a checkpoint file, or a language
+model in a Hugging Face folder.
+
+Language models: perplexity on held-out text with sliding windows, loss by position, passkeys found over a grid of depth
+and length, associative recall and induction. Pathfinder classifiers: accuracy with its standard error, that of each
+class, that of guessing from the distance between the two discs alone, and the images per second.
 """
 
 from __future__ import annotations
@@ -14,44 +21,52 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from measuring.discs import find_discs
 from measuring.environment import choose_device, facts
-from measuring.judged import GENERATED, Judged, choose_images
-from measuring.report import say, table
+from measuring.images import evaluate_images
+from measuring.images import tell as tell_of_images
+from measuring.judged import GENERATED
+from measuring.language import ALL, evaluate_language
+from measuring.language_report import draw
+from measuring.language_report import tell as tell_of_language
+from measuring.reading import load_reader
+from measuring.report import command_line, names, say, sizes
+from measuring.tracking import log_tables, wandb_id
 from measuring.trained import Run, load_run
-from rich.console import Console
-from rich.progress import track
 
-from flashtrain.config.schema import ClassifierConfig, ImagesConfig
+from flashtrain.config.hugging_face import is_hugging_face_folder
+from flashtrain.config.sizes import parse_size
 from flashtrain.data.image_set import PARTS
-from flashtrain.data.images import StoredImages, held_out_batches
 from flashtrain.data.pathfinder import PRESETS
-from flashtrain.data.pathfinder.statistics import marker_distances, shortcut_accuracy
 from flashtrain.data.release import DIFFICULTIES
-from flashtrain.training.attention_report import AttentionReport
-from flashtrain.training.classification import ClassificationTask
+from flashtrain.training.extension import LEARNED, ROTARY
 from flashtrain.training.run_folder import git_commit, write_atomically
+
+_LANGUAGE = ("tasks", "context", "extend", "lengths", "stride", "text", "plot", "track")
+_IMAGES = ("images", "release", "npz", "split", "count", "side", "difficulty", "batch")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = parse()
     arguments = parser.parse_args(argv)
     try:
-        run = load_run(arguments.run)
+        run = None if is_hugging_face_folder(arguments.run) else load_run(arguments.run)
+        if arguments.track is not None:
+            wandb_id(arguments.run, run)  # raises where there is none, before hours of work
         result = evaluate(run, arguments)
+        result["command"] = command_line("evaluate", sys.argv[1:] if argv is None else argv)
         if arguments.out is not None:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(arguments.out, json.dumps(result, indent=1) + "\n")
             say(f"wrote {arguments.out}")
+        if arguments.track is not None and run is not None:
+            log_tables(arguments.run, run, result)
+        if arguments.plot is not None:
+            draw([(result["run"]["id"], result)], arguments.plot)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     return 0
@@ -59,38 +74,70 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the run's folder")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--images", choices=tuple(PRESETS), help="generated images of a preset (those of the run)")
-    what.add_argument("--release", type=Path, help="folder of the Long Range Arena's release")
-    what.add_argument("--npz", type=Path, help="file with images, uint8 [n, side, side], and labels [n]")
-    parser.add_argument("--split", choices=PARTS, help="(test; of an .npz file all images)")
-    parser.add_argument("--count", type=int, help=f"images ({GENERATED:,} of generated ones; of others all)")
-    parser.add_argument("--seed", type=int, default=12345, help="of generated images (12345)")
-    parser.add_argument("--side", type=int, help="of released images, in pixels (that of the run)")
-    parser.add_argument("--difficulty", choices=DIFFICULTIES, help="of released images (that of the run)")
-    parser.add_argument("--prepared-dir", help="folder of packed images (that of the run)")
-    parser.add_argument("--workers", type=int, help="processes that make images (one for each core)")
-    parser.add_argument("--batch", type=int, help="images at once (as in the run)")
+    parser.add_argument("run", type=Path, help="the run's folder, a checkpoint, or a Hugging Face folder")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    parser.add_argument("--seed", type=int, default=12345, help="of whatever is generated (12345)")
     parser.add_argument("--commit", help="commit of the code, where it runs outside a git clone")
     parser.add_argument("--out", type=Path, help="JSON to write")
+    add_language(parser.add_argument_group("language models"))
+    add_images(parser.add_argument_group("Pathfinder classifiers"))
     return parser
 
 
-def evaluate(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the run's task is judged by, printed and returned.
+def add_language(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tasks", type=names, help=f"some of {','.join(ALL)} (all)")
+    group.add_argument("--context", type=parse_size, help="tokens that the model reads at once (as trained)")
+    group.add_argument("--extend", choices=(*ROTARY, *LEARNED), help="how positions reach a longer context")
+    group.add_argument("--text", type=Path, help="file to read (the run's own held-out text)")
+    group.add_argument("--tokens", type=parse_size, default=2**18, help="tokens of text at most (256k)")
+    group.add_argument("--stride", type=parse_size, help="tokens that a sliding window moves on (half the context)")
+    group.add_argument("--lengths", type=sizes, help="of passkeys and recall tasks (the context down to its eighth)")
+    group.add_argument("--depths", type=int, default=11, help="places of a passkey, evenly from start to end (11)")
+    group.add_argument("--repeats", type=int, default=5, help="sequences of each length, and depth (5)")
+    group.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"),
+                       help="of the arithmetic (auto: as the run trained)")  # fmt: skip
+    group.add_argument("--track", action="store_true", default=None, help="log the tables to the run's wandb run too")
+    group.add_argument("--plot", type=Path, help="picture to write: loss by position, passkeys as a heat map")
+
+
+def add_images(group: argparse._ArgumentGroup) -> None:
+    what = group.add_mutually_exclusive_group()
+    what.add_argument("--images", choices=tuple(PRESETS), help="generated images of a preset (those of the run)")
+    what.add_argument("--release", type=Path, help="folder of the Long Range Arena's release")
+    what.add_argument("--npz", type=Path, help="file with images, uint8 [n, side, side], and labels [n]")
+    group.add_argument("--split", choices=PARTS, help="(test; of an .npz file all images)")
+    group.add_argument("--count", type=int, help=f"images ({GENERATED:,} of generated ones; of others all)")
+    group.add_argument("--side", type=int, help="of released images, in pixels (that of the run)")
+    group.add_argument("--difficulty", choices=DIFFICULTIES, help="of released images (that of the run)")
+    group.add_argument("--prepared-dir", help="folder of packed images (that of the run)")
+    group.add_argument("--workers", type=int, help="processes that make images (one for each core)")
+    group.add_argument("--batch", type=int, help="images at once (as in the run)")
+
+
+def evaluate(run: Run | None, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the run's task is judged by, printed and returned; None stands for a Hugging Face folder.
 
     Raises:
-        ValueError: there is no evaluation of such runs yet, or the arguments do not fit the run.
+        ValueError: there is no evaluation of such runs, or the arguments do not fit the run.
     """
-    config = run.config
-    if config.task == "language":
-        raise ValueError(
-            f"{run.id}: task=language has no evaluation here yet; the held-out loss and perplexity of its own "
-            "validation are val_loss and val_perplexity in its summary.json"
-        )
-    if config.classifier is None or config.images is None:
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch sees no CUDA GPU here; take --device cpu")
+    device, language = choose_device(arguments.device), run is None or run.config.task == "language"
+    refuse(arguments, _IMAGES if language else _LANGUAGE, "image classifiers" if language else "language models")
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": arguments.commit or git_commit(),
+        **facts(device),
+        "run": {"id": arguments.run.resolve().name} if run is None else about(run),
+    }
+    if language:
+        reader = load_reader(arguments.run, arguments.context, arguments.extend, device)
+        result |= {"trained_at": reader.trained.seq_len, "extended": arguments.extend}
+        result |= evaluate_language(reader, arguments)
+        tell_of_language(reader.name, None if run is None else run.step, result)
+        return result
+    assert run is not None
+    if run.config.classifier is None or run.config.images is None:
         raise ValueError(
             f"{run.id}: runs on sequences have no evaluation here; that of the run's own end, on the test part, is "
             "test_accuracy in its summary.json"
@@ -100,119 +147,30 @@ def evaluate(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
             f"{run.id}: stopped in its pretraining, which knows no labels; train it on, or start a run from it with "
             f"model.init_from={run.id}, and evaluate that"
         )
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch sees no CUDA GPU here; take --device cpu")
-    device = choose_device(arguments.device)
-    result = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": arguments.commit or git_commit(),
-        **facts(device),
-        "run": {
-            "id": run.id,
-            "step": run.step,
-            "weights": "running mean" if run.averaged else "newest",
-            **{key: run.summary.get(key) for key in ("git_commit", "model", "protocol", "dense_target", "corpus")},
-        },
-    }
-    result |= evaluate_images(run, config.classifier, config.images, arguments, device)
-    tell(run, result)
+    result |= evaluate_images(run, run.config.classifier, run.config.images, arguments, device)
+    tell_of_images(run, result)
     return result
 
 
-def evaluate_images(
-    run: Run, classifier: ClassifierConfig, images: ImagesConfig, arguments: argparse.Namespace, device: torch.device
-) -> dict[str, Any]:
-    """Accuracies and speed."""
-    images = replace(images, prepared_dir=arguments.prepared_dir or images.prepared_dir)
-    judged = choose_images(run, classifier, images, arguments)
-    labels = judged.source.labels.astype(np.int64)
-    # The kernels are a matter of this machine.
-    config = replace(run.config, attention=replace(run.config.attention, backend="auto"))
-    task = ClassificationTask(config, classifier)
-    task.model.load_state_dict(run.weights)
-    task.to(device).eval()
-    half = device.type == "cuda" and config.trainer.precision != "32-true"
-    batch = arguments.batch or max(1, config.trainer.micro_batch_tokens // judged.source.images[0].size)
-    predicted, rate = predict(task, judged.source, batch, half)
-    precision = "bf16-mixed" if half else "32-true"
-    right = predicted == labels
-    return {
-        "evaluated": judged.about | {"side": judged.source.images.shape[1], "count": len(labels)},
-        "precision": precision,
-        "attention_backend": " and ".join(AttentionReport(task.masks, precision, device).backends),
-        "batch": batch,
-        **share(right),
-        "classes": [{"class": c, **share(right[labels == c])} for c in range(classifier.num_classes)],
-        "shortcut": shortcut(judged, labels, device),
-        "images_per_second": rate,
-    }
+def refuse(arguments: argparse.Namespace, keys: tuple[str, ...], whose: str) -> None:
+    """Refuse arguments of another task, which would do nothing.
 
-
-def share(right: np.ndarray) -> dict[str, Any]:
-    """Accuracy and its standard error over bool [n]; None where there are no images."""
-    if not len(right):
-        return {"images": 0, "accuracy": None, "accuracy_error": None}
-    accuracy = float(right.mean())
-    return {
-        "images": len(right),
-        "accuracy": accuracy,
-        "accuracy_error": math.sqrt(accuracy * (1 - accuracy) / len(right)),
-    }
-
-
-@torch.no_grad()
-def predict(task: ClassificationTask, source: StoredImages, batch: int, half: bool) -> tuple[np.ndarray, float]:
-    """The class of each image, int64 [n], and images per second.
-
-    The first batch, which compiles kernels, is not timed, unless it is the only one.
+    Raises:
+        ValueError: naming the first of them.
     """
-    console, classes = Console(stderr=True), []
-    start, timed = time.perf_counter(), source.length
-    batches = track(
-        held_out_batches(source, batch), "evaluating", total=math.ceil(source.length / batch), console=console,
-        transient=True, disable=not console.is_terminal,
-    )  # fmt: skip
-    with torch.autocast(task.device.type, torch.bfloat16, enabled=half):
-        for number, each in enumerate(batches):
-            each = task.to_device(each)
-            logits, _ = task.model(each.images, task.plan(each.images))
-            classes.append(logits.float().argmax(-1))
-            if number == 0 and source.length > batch:
-                classes[0] = classes[0].cpu()  # waits for the device
-                start, timed = time.perf_counter(), source.length - batch
-        predicted = torch.cat([each.cpu() for each in classes]).numpy()
-    return predicted, timed / (time.perf_counter() - start)
+    for key in keys:
+        if getattr(arguments, key) is not None:
+            raise ValueError(f"--{key}: is for {whose}, and {arguments.run} is none; leave it out")
 
 
-def shortcut(judged: Judged, labels: np.ndarray, device: torch.device) -> dict[str, Any]:
-    """Accuracy of the label guessed from the distance between the discs, fitted on one half and tested on the other."""
-    if labels.max() > 1:
-        return {"accuracy": None, "why": "more than two classes"}
-    markers = judged.markers if judged.markers is not None else find_discs(judged.source.images, device)
-    if markers is None:
-        return {"accuracy": None, "why": "no two discs to be found in the images"}
+def about(run: Run) -> dict[str, Any]:
+    """Facts of a run for its result."""
     return {
-        "accuracy": float(shortcut_accuracy(marker_distances(markers), labels)),
-        "accuracy_error": 0.5 / math.sqrt(len(labels)),
-        "discs": "found in the images" if judged.markers is None else "known",
+        "id": run.id,
+        "step": run.step,
+        "weights": "running mean" if run.averaged else "newest",
+        **{key: run.summary.get(key) for key in ("git_commit", "model", "protocol", "dense_target", "corpus")},
     }
-
-
-def tell(run: Run, result: dict[str, Any]) -> None:
-    """Print a result for people."""
-    about, short = result["evaluated"], result["shortcut"]
-    of = f", {about['split']} split" if about["split"] else ""
-    say(f"{run.id} after {run.step:,} steps on {about['count']:,} images: {about['source']} {about['name']}{of}")
-    rows = [("accuracy", result["images"], result["accuracy"], result["accuracy_error"])]
-    rows += [(f"of class {c['class']}", c["images"], c["accuracy"], c["accuracy_error"]) for c in result["classes"]]
-    if short["accuracy"] is not None:
-        rows.append(("the discs' distance alone", about["count"], short["accuracy"], short["accuracy_error"]))
-    cells = [(name, count, *("" if v is None else f"{100 * v:.2f}" for v in values)) for name, count, *values in rows]
-    say(table(["", "images", "%", "+-"], cells))
-    if short["accuracy"] is None:
-        say(f"the discs' distance alone: not available, {short['why']}")
-    speed, how = result["images_per_second"], f"{result['precision']}, {result['attention_backend']} attention"
-    say(f"{speed:,.0f} images/s in batches of {result['batch']}, {result['gpu']}, {how}")
 
 
 if __name__ == "__main__":

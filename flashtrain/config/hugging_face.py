@@ -1,4 +1,4 @@
-"""A Hugging Face folder's config.json as our `model` section, and back. Light: JSON in and out, no torch.
+"""A Hugging Face folder's config.json as our `model` section. Light: JSON, no torch.
 
 Four layouts are one of our models each: gpt2; llama, with mistral's window; qwen3, which is llama with QK-norm; and
 starcoder2, which is GPT-2 with rotary positions and grouped-query heads. Whatever else a config.json asks for is
@@ -8,6 +8,7 @@ refused by name: a model that almost fits would give wrong logits.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,12 @@ from typing import Any
 from flashtrain.config.schema import ModelConfig, RopeScalingConfig
 
 MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen3", "starcoder2")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # three names of the tanh form
-_CLASSES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
+# What a rule of rotary scaling has besides its factor and the length trained at, with transformers' defaults.
+RULE_KEYS: dict[str, dict[str, float | None]] = {
+    "llama3": {"low_freq_factor": None, "high_freq_factor": None},
+    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0},
 }
 
 
@@ -48,6 +48,11 @@ def is_hugging_face_folder(path: Path) -> bool:
         return "model_type" in json.loads((path / "config.json").read_text())
     except (OSError, ValueError, TypeError):
         return False
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a Hugging Face folder brings its tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -163,7 +168,7 @@ def _llama_bias(keys: _Keys, kind: str) -> bool:
     bias = bool(keys.get("attention_bias", False))
     if kind == "llama" and bool(keys.get("mlp_bias", False)) != bias:
         raise ValueError(
-            f"{keys.path}: attention_bias={bias} with mlp_bias={not bias} is not read: our layers have biases all or none"
+            f"{keys.path}: attention_bias={bias} with mlp_bias={not bias} is not read: ours have all or none"
         )
     return bias
 
@@ -189,119 +194,39 @@ def _rope(keys: _Keys) -> tuple[float, dict[str, Any]]:
     if rope.get("partial_rotary_factor", keys.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(f"{keys.path}: partial_rotary_factor below 1 is not read: our heads turn as a whole")
     rule = rope.get("rope_type") or rope.get("type") or "default"
-    if rule not in ("default", "linear", "llama3"):
-        raise ValueError(f"{keys.path}: rope_type={rule!r} is not read; it can be default, linear or llama3")
-    scaling: dict[str, Any] = {"rule": "none" if rule == "default" else rule}
-    if rule != "default":
-        scaling["factor"] = float(rope["factor"])
-    if rule == "llama3":
+    if rule not in ("default", "linear", "llama3", "yarn"):
+        raise ValueError(f"{keys.path}: rope_type={rule!r} is not read; it can be default, linear, llama3 or yarn")
+    if rule == "default":
+        return theta, {"rule": "none"}
+    wanted = {"factor": None, **RULE_KEYS.get(rule, {})}
+    values: dict[str, Any] = {
+        name: rope.get(name) if rope.get(name) is not None else default for name, default in wanted.items()
+    }
+    if missing := [name for name, value in values.items() if value is None]:
+        raise ValueError(f"{keys.path}: rope_type={rule!r} needs {', '.join(missing)}; copy the file again")
+    scaling: dict[str, Any] = {"rule": rule} | {name: float(value) for name, value in values.items()}
+    if rule == "yarn":
+        _check_yarn(keys, rope, scaling["factor"])
+    if rule != "linear":
         trained = rope.get("original_max_position_embeddings") or keys.size("max_position_embeddings")
         scaling["original_seq_len"] = int(trained)
-        scaling |= {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
     return theta, scaling
+
+
+def _check_yarn(keys: _Keys, rope: Mapping[str, Any], factor: float) -> None:
+    """Ours has the paper's sharpening of attention, and whole pairs at both ends of the ramp."""
+    sharpening = 0.1 * math.log(factor) + 1
+    given = rope.get("attention_factor")
+    if given is not None and abs(given - sharpening) > 1e-4:
+        raise ValueError(f"{keys.path}: attention_factor={given} is not read: yarn has {sharpening:.4f} at this factor")
+    for name, usual in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
+        if rope.get(name, usual) != usual:
+            raise ValueError(f"{keys.path}: {name}={rope[name]} is not read: yarn is the paper's here; leave it out")
 
 
 def model_config(architecture: Architecture, name: str, tokenizer: str) -> ModelConfig:
     """Our model of this architecture; what is a recipe and not a shape gets neutral values."""
     shape = {"rope_theta": 10_000.0, **architecture.shape}
     scaling = RopeScalingConfig(**shape.pop("rope_scaling", {}))
-    recipe = {"dropout": 0.0, "init_std": 0.02, "lr": 1e-4, "batch_tokens": 2**15}
+    recipe: dict[str, Any] = {"dropout": 0.0, "init_std": 0.02, "lr": 1e-4, "batch_tokens": 2**15}
     return ModelConfig(name=name, tokenizer=tokenizer, rope_scaling=scaling, **shape, **recipe)
-
-
-def architecture_of(config: ModelConfig, window: int | None) -> str:
-    """The model_type that our model can be written as.
-
-    Raises:
-        ValueError: none of them has these parts, naming the ones in the way.
-    """
-    kv_heads, gelu = config.num_kv_heads or config.num_heads, config.norm == "layernorm" and config.activation == "gelu"
-    if config.positions == "learned" and gelu and not config.qk_norm and window is None:
-        plain_heads = (config.head_dim or 0) in (0, config.hidden_size // config.num_heads)
-        if kv_heads == config.num_heads and plain_heads:
-            return "gpt2"
-    if config.positions == "rope" and gelu and not config.qk_norm:
-        return "starcoder2"
-    if config.positions == "rope" and config.norm == "rmsnorm" and config.activation == "swiglu":
-        if config.qk_norm and not config.bias and window is None:
-            return "qwen3"
-        if not config.qk_norm and (window is None or not config.bias):
-            return "llama" if window is None else "mistral"
-    given = (
-        f"positions={config.positions}, norm={config.norm}, activation={config.activation}, qk_norm={config.qk_norm}, "
-        f"bias={config.bias}, num_kv_heads={kv_heads}, attention.window={window}"
-    )
-    raise ValueError(
-        f"no architecture of transformers that is written here has these parts together: {given}. There are gpt2 "
-        "(learned, layernorm, gelu), starcoder2 (rope, layernorm, gelu), llama and mistral (rope, rmsnorm, swiglu), "
-        "and qwen3 (the same with qk_norm)"
-    )
-
-
-def config_json(config: ModelConfig, model_type: str, sizes: Mapping[str, int], window: int | None) -> dict[str, Any]:
-    """config.json of our model.
-
-    Args:
-        config: its parts.
-        model_type: from `architecture_of`.
-        sizes: num_kv_heads, head_dim, mlp_size, vocab_size and seq_len, all settled.
-        window: keys that a query sees at most, or None.
-    """
-    common = {
-        "architectures": [_CLASSES[model_type]],
-        "model_type": model_type,
-        "vocab_size": sizes["vocab_size"],
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
-    }
-    if model_type == "gpt2":
-        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout)
-        return common | drops | {
-            "n_layer": config.num_layers,
-            "n_head": config.num_heads,
-            "n_embd": config.hidden_size,
-            "n_inner": sizes["mlp_size"],
-            "n_positions": sizes["seq_len"],
-            "layer_norm_epsilon": config.norm_eps,
-            "activation_function": "gelu_new",
-            "attn_pdrop": 0.0,
-        }  # fmt: skip
-    own: dict[str, Any] = {
-        "llama": {"attention_bias": config.bias, "mlp_bias": config.bias},
-        "mistral": {"sliding_window": window},
-        "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
-        "starcoder2": {
-            "use_bias": True,
-            "sliding_window": window,
-            "residual_dropout": config.dropout,
-            "embedding_dropout": config.dropout,
-        },
-    }[model_type]
-    like_gpt2 = model_type == "starcoder2"
-    return common | own | _rope_json(config) | {
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": sizes["num_kv_heads"],
-        "hidden_size": config.hidden_size,
-        "head_dim": sizes["head_dim"],
-        "intermediate_size": sizes["mlp_size"],
-        "max_position_embeddings": sizes["seq_len"],
-        "hidden_act": "gelu_pytorch_tanh" if like_gpt2 else "silu",
-        "norm_epsilon" if like_gpt2 else "rms_norm_eps": config.norm_eps,
-        "attention_dropout": 0.0,
-    }  # fmt: skip
-
-
-def _rope_json(config: ModelConfig) -> dict[str, Any]:
-    """Base and scaling in the earlier form, which all versions read."""
-    scaling = config.rope_scaling
-    if scaling.rule == "none":
-        return {"rope_theta": config.rope_theta}
-    rule: dict[str, Any] = {"rope_type": scaling.rule, "factor": scaling.factor}
-    if scaling.rule == "llama3":
-        rule |= {
-            "original_max_position_embeddings": scaling.original_seq_len,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-        }
-    return {"rope_theta": config.rope_theta, "rope_scaling": rule}

@@ -49,6 +49,7 @@ def _positive(config: Config) -> Iterator[str]:
         "schedule.decay_fraction": config.schedule.decay_fraction,
         "schedule.min_lr_ratio": config.schedule.min_lr_ratio,
         "data.val_fraction": config.data.val_fraction,
+        "data.recall_share": config.data.recall_share,
     }
     for key, value in fractions.items():
         if not 0 <= value <= 1:
@@ -74,6 +75,7 @@ def _model(model: ModelConfig) -> Iterator[str]:
     if model.vocab_size is not None and model.vocab_size <= 0:
         yield f"model.vocab_size={model.vocab_size}: must be above 0, or null for the tokenizer's"
     yield from _rope_scaling(model)
+    yield from _position_extension(model)
 
 
 def _rope_scaling(model: ModelConfig) -> Iterator[str]:
@@ -84,13 +86,35 @@ def _rope_scaling(model: ModelConfig) -> Iterator[str]:
         yield f"{key}.rule={scaling.rule} with model.positions={model.positions}: is for rotary positions; write none"
     if scaling.factor < 1:
         yield f"{key}.factor={scaling.factor}: positions are stretched, never squeezed; write 1 or more"
-    if scaling.rule == "llama3" and not (scaling.original_seq_len or 0) > 0:
-        yield f"{key}.original_seq_len={scaling.original_seq_len}: llama3 needs the length trained before, such as 8k"
+    if scaling.rule in ("yarn", "llama3") and not (scaling.original_seq_len or 0) > 0:
+        yield (
+            f"{key}.original_seq_len={scaling.original_seq_len}: {scaling.rule} needs the length trained before, such "
+            "as 8k"
+        )
+    if scaling.rule == "yarn" and not 0 < scaling.beta_slow < scaling.beta_fast:
+        yield f"{key}.beta_slow={scaling.beta_slow}: must lie above 0 and below {key}.beta_fast={scaling.beta_fast}"
     if scaling.rule == "llama3" and not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
         yield (
             f"{key}.low_freq_factor={scaling.low_freq_factor}: must lie above 0 and below "
             f"{key}.high_freq_factor={scaling.high_freq_factor}"
         )
+
+
+def _position_extension(model: ModelConfig) -> Iterator[str]:
+    how, key = model.position_extension, f"model.position_extension={model.position_extension}"
+    if how is None:
+        return
+    if model.init_from is None:
+        yield f"{key}: is for weights of a shorter run; give model.init_from, or write null"
+    if how == "extrapolate" and model.positions != "rope":
+        yield f"{key} with model.positions={model.positions}: is for rotary positions; write duplicate or interpolate"
+    if how != "extrapolate" and model.positions != "learned":
+        yield (
+            f"{key} with model.positions={model.positions}: is for learned positions; rotary ones take "
+            "model.rope_scaling.rule, or extrapolate"
+        )
+    if how == "extrapolate" and model.rope_scaling.rule != "none":
+        yield f"{key} with model.rope_scaling.rule={model.rope_scaling.rule}: choose one of the two; write null"
 
 
 def _data(data: DataConfig) -> Iterator[str]:
@@ -121,6 +145,10 @@ def _training(config: Config) -> Iterator[str]:
 
 def _length(config: Config) -> Iterator[str]:
     schedule = config.schedule
+    if config.data.recall_share and config.seq_len < 4:
+        yield f"data.recall_share={config.data.recall_share}: seq_len={config.seq_len} has no room for a task; write 0"
+    if config.trainer.val_by_position and config.task != "language":
+        yield "trainer.val_by_position=true: is for task=language; write false"
     if schedule.length_steps and config.task != "language":
         yield f"schedule.length_steps={schedule.length_steps}: is for task=language; write 0"
     elif schedule.length_steps and schedule.first_length < 1:

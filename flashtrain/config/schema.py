@@ -14,11 +14,13 @@ Duration = Annotated[float, "duration"]
 
 @dataclass(frozen=True)
 class RopeScalingConfig:
-    rule: Literal["none", "linear", "llama3"] = "none"
+    rule: Literal["none", "linear", "ntk", "yarn", "llama3"] = "none"
     factor: float = 1.0
     original_seq_len: Size | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class ModelConfig:
     init_from: str | None = None
     vocab_size: int | None = None
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
+    position_extension: Literal["duplicate", "interpolate", "extrapolate"] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class DataConfig:
     document_borders: bool
     min_document_tokens: Size
     num_workers: int
+    recall_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -260,6 +264,7 @@ class TrainerConfig:
     sample_tokens: Size
     peak_tflops: float | None
     cuda_graph: Literal["auto", True, False] = False
+    val_by_position: bool = False
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class Part:
 
     def theirs(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Their tensors. A bias that our model goes without is zero."""
-        tensor = weights[self.name] if self.name in weights else torch.zeros(self.shape)
+        lacks_bias = self.name.endswith(".bias") and self.name not in weights
+        tensor = torch.zeros(self.shape) if lacks_bias else weights[self.name]
         for source, piece in zip(self.sources, tensor.split(self.rows), strict=True):
             yield source, (piece.T if self.transposed else piece).contiguous()
 

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashtrain.config.schema import ModelConfig
+from flashtrain.models.cache import Cache, LayerCache
 from flashtrain.models.dimensions import Dimensions
-from flashtrain.models.positions import Rotation, rotary_frequencies, rotate, rotation, scale_frequencies
-from flashtrain.models.recompute import Recompute, in_chunks, run_blocks
+from flashtrain.models.longer import rotary_amplitude, scaled_frequencies, ways_to_extend
+from flashtrain.models.positions import Rotation, rotate, rotation
+from flashtrain.models.recompute import Recompute, in_chunks, plan_of_each, run_blocks
 
 # (q [batch, num_heads, seq, head_dim], k and v [batch, num_kv_heads, seq, head_dim], plan) -> [batch, num_heads, seq,
 # head_dim], all of one dtype. What may attend to what is the plan's affair; the model only hands it on.
@@ -47,8 +49,8 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(sizes.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.output = nn.Linear(sizes.num_heads * sizes.head_dim, config.hidden_size, bias=config.bias)
 
-    def forward(self, x: Tensor, plan: Any, turn: Rotation | None) -> Tensor:
-        """x and the result are [batch, seq, hidden_size]."""
+    def forward(self, x: Tensor, plan: Any, turn: Rotation | None, cache: LayerCache | None = None) -> Tensor:
+        """x and the result are [batch, seq, hidden_size]; a cache takes in the new keys and values."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -57,7 +59,10 @@ class Attention(nn.Module):
             k = self.k_norm(k.type_as(self.k_norm.weight))
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
-        out = self.attend(q.type_as(v), k.type_as(v), v, plan)
+        q, k = q.type_as(v), k.type_as(v)
+        if cache is not None:
+            k, v = cache.extended(k, v)
+        out = self.attend(q, k, v, plan)
         return self.output(out.transpose(1, 2).flatten(-2))
 
 
@@ -93,9 +98,16 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, plan: Any, turn: Rotation | None, mlp_chunk_tokens: int = 0) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        plan: Any,
+        turn: Rotation | None,
+        mlp_chunk_tokens: int = 0,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
         """x and the result are [batch, seq, hidden_size]; the MLP takes `mlp_chunk_tokens` at once, 0 for all."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), plan, turn))
+        x = x + self.dropout(self.attention(self.attention_norm(x), plan, turn, cache))
         return in_chunks(self._add_mlp, x, mlp_chunk_tokens)
 
     def _add_mlp(self, x: Tensor) -> Tensor:
@@ -184,6 +196,30 @@ class GPT(nn.Module):
         x, turn = self._embed(tokens, positions)
         return self.final_norm(run_blocks(self.blocks, x, plan, turn, recompute=self.checkpoint_blocks))
 
+    @torch.no_grad()
+    def read(self, tokens: Tensor, cache: Cache, plan: Any = None) -> Tensor:
+        """Hidden states of tokens that come behind those in `cache`, which takes them in: inference without repetition.
+
+        Args:
+            tokens: int64 [batch, new], as many rows as the cache has.
+            cache: holds the keys and values of `cache.length` tokens before, and `new` more afterwards.
+            plan: as in `forward`, for `new` queries and cache.length + new keys, aligned at the end.
+
+        Returns:
+            [batch, new, hidden_size].
+
+        Raises:
+            ValueError: more tokens than the cache has room for, or than learned positions reach.
+        """
+        first, new = cache.length, tokens.shape[1]
+        cache.make_room(new)
+        x, turn = self._embed(tokens, torch.arange(first, first + new, device=tokens.device), first + new)
+        plans = plan_of_each(self.blocks, plan)
+        for block, layer_plan, layer in zip(self.blocks, plans, cache.layers, strict=True):
+            x = block(x, layer_plan, turn, cache=layer)
+        cache.length += new
+        return self.final_norm(x)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., vocab]. Training uses `cross_entropy_sum`, which never holds them all."""
         return F.linear(hidden, self.head_weight)
@@ -207,20 +243,24 @@ class GPT(nn.Module):
             "embedding": self.token_embedding.weight.numel(),
         }
 
-    def _embed(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Rotation | None]:
-        seq = tokens.shape[1]
+    def _embed(
+        self, tokens: Tensor, positions: Tensor | None, length: int | None = None
+    ) -> tuple[Tensor, Rotation | None]:
+        """The first block's input, and the rotary angles; positions lie below `length`, which is seq if None."""
         x, turn = self.token_embedding(tokens), None
+        length = tokens.shape[1] if length is None else length
         if positions is None:
-            positions = torch.arange(seq, device=tokens.device)
+            positions = torch.arange(length, device=tokens.device)
         if self.position_embedding is not None:
             # On a GPU a look-up beyond the table would be an asynchronous device-side assert.
-            if seq > self.seq_len:
+            if length > self.seq_len:
                 raise ValueError(
-                    f"a sequence of {seq} tokens does not fit the learned position table of {self.seq_len}: "
-                    f"train with seq_len={seq}, or take model.positions=rope, which has no table"
+                    f"a sequence of {length} tokens does not fit the learned position table of {self.seq_len}: "
+                    f"{ways_to_extend(self.config, self.seq_len, length)}"
                 )
             x = x + self.position_embedding(positions)
         elif self.config.positions == "rope":
-            frequencies = rotary_frequencies(self.head_dim, self.config.rope_theta, tokens.device)
-            turn = rotation(positions, scale_frequencies(frequencies, self.config.rope_scaling))
+            scaling = self.config.rope_scaling
+            frequencies = scaled_frequencies(self.head_dim, self.config.rope_theta, scaling, tokens.device)
+            turn = rotation(positions, frequencies, rotary_amplitude(scaling))
         return self.embedding_dropout(x), turn

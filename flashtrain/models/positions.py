@@ -9,8 +9,6 @@ import math
 import torch
 from torch import Tensor
 
-from flashtrain.config.schema import RopeScalingConfig
-
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 [batch or 1, 1, seq, head_dim / 2]
 Tile = tuple[int, int]  # height and width in pixels
 
@@ -45,29 +43,8 @@ def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Ten
     return theta**-exponents
 
 
-def scale_frequencies(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
-    """The frequencies of a model that reads `scaling.factor` times further than it was trained.
-
-    linear divides all of them (position interpolation, Chen et al. 2023). llama3 divides those of pairs that turn less
-    than `low_freq_factor` times in the length trained at, leaves those that turn more than `high_freq_factor` times,
-    and passes from one to the other linearly in the number of turns (Llama 3.1, Dubey et al. 2024).
-
-    Args:
-        frequencies: float64 [head_dim / 2], radians per position.
-    """
-    if scaling.rule == "linear":
-        return frequencies / scaling.factor
-    if scaling.rule == "llama3":
-        assert scaling.original_seq_len is not None, "flashtrain.config refuses llama3 without a length"
-        turns = scaling.original_seq_len * frequencies / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / scaling.factor)
-    return frequencies
-
-
-def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:
-    """Cosines and sines of the rotary angles, float32.
+def rotation(positions: Tensor, frequencies: Tensor, amplitude: float = 1.0) -> Rotation:
+    """Cosines and sines of the rotary angles, float32, times the amplitude.
 
     The product is taken in float64: at position 1,000,000 a float32 angle is off by up to 0.03 radians, which is more
     than bf16 queries lose by rounding.
@@ -78,7 +55,7 @@ def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:
     """
     angles = positions[..., None] * frequencies
     angles = angles.unsqueeze(-3) if angles.dim() == 3 else angles[None, None]
-    return angles.cos().float(), angles.sin().float()
+    return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
 
 
 def grid_frequencies(head_dim: int, device: torch.device) -> Tensor:

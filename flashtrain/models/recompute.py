@@ -7,7 +7,7 @@ other masks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -69,9 +69,7 @@ def run_blocks(blocks: nn.ModuleList, x: Tensor, plan: Any, turn: Any, *, recomp
     Raises:
         ValueError: another number of plans than of blocks.
     """
-    plans = plan if isinstance(plan, list | tuple) else [plan] * len(blocks)
-    if len(plans) != len(blocks):
-        raise ValueError(f"plan: {len(plans)} plans for model.num_layers={len(blocks)}; give one, or one a layer")
+    plans = plan_of_each(blocks, plan)
     how = Recompute.of(recompute)
     if how.blocks == "none" or not torch.is_grad_enabled():
         for block, layer_plan in zip(blocks, plans, strict=True):
@@ -86,6 +84,18 @@ def run_blocks(blocks: nn.ModuleList, x: Tensor, plan: Any, turn: Any, *, recomp
     if parking is not None:
         parking.finish()
     return x
+
+
+def plan_of_each(blocks: nn.ModuleList, plan: Any) -> Sequence[Any]:
+    """The plan of each block, from one for all or one for each.
+
+    Raises:
+        ValueError: another number of plans than of blocks.
+    """
+    plans = plan if isinstance(plan, list | tuple) else [plan] * len(blocks)
+    if len(plans) != len(blocks):
+        raise ValueError(f"plan: {len(plans)} plans for model.num_layers={len(blocks)}; give one, or one a layer")
+    return plans
 
 
 def compile_blocks(blocks: nn.ModuleList, how: Recompute) -> Recompute:

@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor
 
 from flashtrain.config import Config, to_dict
+from flashtrain.interchange.stored import KIND, existing, load, newest, weights_of
 from flashtrain.training.curriculum import Progress
 
-_KIND = "flashtrain checkpoint 1"
+__all__ = [
+    "Checkpoints",
+    "Identity",
+    "Start",
+    "check_identity",
+    "existing",
+    "load",
+    "newest",
+    "weights_of",
+]
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Checkpoints(pl.Callback):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["flashtrain"] = {
-            "kind": _KIND,
+            "kind": KIND,
             "step": trainer.global_step,
             "owes_validation": self._owes_validation,
             "progress": dataclasses.asdict(self.progress),
@@ -83,11 +91,6 @@ class Checkpoints(pl.Callback):
         return path
 
 
-def existing(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    return sorted(folder.glob("step-*.ckpt"))
-
-
 @dataclass(frozen=True)
 class Start:
     """A checkpoint to go on from: file and content, the steps done, whether the last of them owes its validation."""
@@ -108,46 +111,6 @@ class Start:
         about = content["flashtrain"]
         progress = Progress(**about.get("progress", {}))
         return cls(path, content, int(about["step"]), bool(about["owes_validation"]), progress)
-
-
-def weights_of(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], bool]:
-    """The model's weights by name: the averaged ones where the run kept such, and whether it did."""
-    weights = {name.removeprefix("model."): tensor for name, tensor in checkpoint["state_dict"].items()}
-    average: dict[str, Tensor] = checkpoint.get("average") or {}
-    return weights | average, bool(average)
-
-
-def load(path: Path) -> dict[str, Any]:
-    """A checkpoint's content on the CPU, read without running code from it.
-
-    Raises:
-        ValueError: not a checkpoint of flashtrain, or cut short.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(f"{path}: not a readable checkpoint ({str(error).splitlines()[0]})") from error
-    about = checkpoint.get("flashtrain") if isinstance(checkpoint, dict) else None
-    if not isinstance(about, dict) or about.get("kind") != _KIND:
-        raise ValueError(f"{path}: not a checkpoint of this version of flashtrain")
-    return checkpoint
-
-
-def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that can be read; None if the run stopped before its first.
-
-    Raises:
-        ValueError: there are checkpoints and none can be read.
-    """
-    problems = []
-    for path in reversed(existing(folder)):
-        try:
-            return path, load(path)
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        raise ValueError("no checkpoint can be read: " + "; ".join(problems))
-    return None
 
 
 def check_identity(path: Path, checkpoint: dict[str, Any], identity: Identity) -> None:

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from torch.utils.data import DataLoader
 from flashtrain.attention import Causal, Documents, Mask, SlidingWindow, attention
 from flashtrain.config import Config, format_size
 from flashtrain.data.batch import Batch
+from flashtrain.interchange.loading import check_same_vocabulary
 from flashtrain.models.generate import generate
 from flashtrain.models.gpt import GPT
 from flashtrain.models.loss import cross_entropy_sum
+from flashtrain.models.token_losses import token_losses
+from flashtrain.training.by_position import LossByPosition
 from flashtrain.training.task import Task, fold_seed
 from flashtrain.training.text import TextData
 from flashtrain.training.visibility import LayerMasks, Plans, visible_pairs
@@ -35,16 +39,29 @@ class LanguageTask(Task):
         super().__init__(config, GPT(config.model, vocab_size, config.seq_len, attend))
         self.head_size = vocab_size
         self.masks = LayerMasks(config, mask_of(config), positional=True)
+        # Collects the losses of a validation by position, where the run wants them.
+        self.by_position: LossByPosition | None = None
 
     def loss_sum(self, batch: Batch) -> Tensor:
-        plans = self.plan(batch)
-        self.visible_pairs += visible_pairs(plans) * len(batch.tokens)
-        hidden = self._forward[0](batch.tokens, plans, batch.positions)
+        hidden = self._hidden(batch)
         total, _ = cross_entropy_sum(
             hidden, self.model.head_weight, batch.targets,
             chunk_tokens=self.config.memory.loss_chunk_tokens, kernel=self.config.memory.loss,
         )  # fmt: skip
         return total
+
+    def measure(self, batch: Batch) -> Tensor:
+        if self.by_position is None:
+            return self.loss_sum(batch)[None]
+        chunk = self.config.memory.loss_chunk_tokens
+        losses, _ = token_losses(self._hidden(batch), self.model.head_weight, batch.targets, chunk_tokens=chunk)
+        self.by_position.add(losses, batch.targets, batch.positions)
+        return losses.double().sum()[None]
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        plans = self.plan(batch)
+        self.visible_pairs += visible_pairs(plans) * len(batch.tokens)
+        return self._forward[0](batch.tokens, plans, batch.positions)
 
     def plan(self, batch: Batch) -> Plans:
         """What each token of the batch may attend to, lowered once for all layers or for those of one layout."""
@@ -52,9 +69,11 @@ class LanguageTask(Task):
         documents = None if batch.documents is None else Documents(batch.documents)
         return self.masks.lower(rows, seq_len, self.device, documents)
 
-    def plan_of_length(self, seq_len: int) -> Plans:
-        """The plan of one sequence of `seq_len` tokens, for sampling."""
-        return self.masks.lower(1, seq_len, self.device)
+    def plan_for(self, queries: int, keys: int) -> Plans:
+        """The plan of one sequence's last `queries` tokens, for sampling."""
+        if queries == keys:
+            return self.masks.lower(1, keys, self.device)
+        return self.masks.lower_last(queries, keys, self.device)
 
 
 class LanguageWork:
@@ -67,16 +86,28 @@ class LanguageWork:
         self.task: LanguageTask
 
     def build_task(self) -> LanguageTask:
-        self.task = LanguageTask(self.config, self.text.tokenizer.vocab_size)
+        if self.config.model.init_from is not None:
+            check_same_vocabulary(self.text.tokenizer, Path(self.config.model.init_from))
+        ids, rows = self.text.tokenizer.vocab_size, self.config.model.vocab_size
+        if rows is not None and rows < ids:
+            raise ValueError(
+                f"model.vocab_size={rows}: tokenizer {self.text.tokenizer.name!r} has {ids} ids; write {ids} or more, "
+                "or take the tokenizer that the model was trained with"
+            )
+        self.task = LanguageTask(self.config, rows or ids)
         return self.task
 
     def train_loader(self, first_step: int) -> DataLoader[list[Batch]]:
         return self.text.train_loader(first_step)
 
     def validate(self, last: bool) -> dict[str, float] | None:
+        bins: LossByPosition | None = None
+        if self.config.trainer.val_by_position:
+            bins = self.task.by_position = LossByPosition(self.config.seq_len, self.task.device)
         figures = self.task.validate(self.text.validation(last))
         if figures is not None:
             figures["val_perplexity"] = perplexity(figures["val_loss"])
+            figures |= {} if bins is None else bins.figures()
         return figures
 
     def facts(self) -> dict[str, Any]:
@@ -106,10 +137,10 @@ class LanguageWork:
         generator = torch.Generator().manual_seed(fold_seed(self.config.seed, step))
         with self.task.averaged(), self.task.trainer.precision_plugin.val_step_context():
             ids = generate(
-                self.task.model, [tokenizer.eod], length, generator=generator, plan_for=self.task.plan_of_length,
-                round_to=self.task.masks.block,
+                self.task.model, [tokenizer.eod], length, generator=generator, plan_for=self.task.plan_for,
+                block=self.task.masks.block,
             )  # fmt: skip
-        show(step, "sample", tokenizer.decode(ids[1:]))
+        show(step, "sample", tokenizer.decode([token for token in ids[1:] if token < tokenizer.vocab_size]))
 
     def at_end(self, figures: dict[str, float]) -> dict[str, Any]:
         """Say what a table of byte trigrams makes of the same held-out text: the least that a model must beat."""

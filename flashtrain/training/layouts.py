@@ -58,13 +58,29 @@ def build_layout(config: Config, layout: LayoutConfig, seq_len: int) -> BlockLay
 
 def corner(layout: BlockLayout, seq_len: int) -> BlockLayout:
     """What a layout lets its first `seq_len` queries see of its first `seq_len` keys."""
-    rows, columns = -(-seq_len // layout.block_q), -(-seq_len // layout.block_k)
+    return part(layout, 0, seq_len)
+
+
+def part(layout: BlockLayout, first: int, queries: int) -> BlockLayout:
+    """What a layout lets the `queries` queries from number `first` on see of the keys up to the last of them.
+
+    Raises:
+        ValueError: they lie in several blocks and do not begin with one.
+    """
+    seq_k = first + queries
+    begin, columns = first // layout.block_q, -(-seq_k // layout.block_k)
+    rows = -(-seq_k // layout.block_q) - begin
+    if first % layout.block_q and rows > 1:
+        raise ValueError(
+            f"{queries} queries from number {first} on lie across blocks of {layout.block_q}: begin with a block, or "
+            "stay in one"
+        )
     row = torch.arange(layout.heads * layout.num_q_blocks).repeat_interleave(layout.starts.diff())
-    head, q_block = row // layout.num_q_blocks, row % layout.num_q_blocks
-    kept = (q_block < rows) & (layout.blocks < columns)
+    head, q_block = row // layout.num_q_blocks, row % layout.num_q_blocks - begin
+    kept = (q_block >= 0) & (q_block < rows) & (layout.blocks < columns)
     sizes = torch.bincount((head * rows + q_block)[kept], minlength=layout.heads * rows)
     starts = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
-    return BlockLayout(seq_len, seq_len, layout.block_q, layout.block_k, layout.heads, starts, layout.blocks[kept])
+    return BlockLayout(queries, seq_k, layout.block_q, layout.block_k, layout.heads, starts, layout.blocks[kept])
 
 
 def _arguments(layout: LayoutConfig, num_heads: int) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def plan(config: Config) -> Forecast:
     """
     config = stage_config(config, Progress())
     if config.task == "language":
-        vocab_size = load_tokenizer(config.tokenizer).vocab_size
+        vocab_size = config.model.vocab_size or load_tokenizer(config.tokenizer).vocab_size
     else:
         assert config.classifier is not None
         vocab_size = config.classifier.num_classes

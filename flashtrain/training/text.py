@@ -15,6 +15,7 @@ from flashtrain.data.prepare import prepare
 from flashtrain.data.short_first import ShortFirst
 from flashtrain.data.stream import StepBatches, validation_batches
 from flashtrain.data.tokenizers import load_tokenizer
+from flashtrain.data.with_recall import WithRecall
 from flashtrain.training.checkpoints import Identity
 from flashtrain.training.stream import step_loader
 
@@ -52,7 +53,10 @@ class TextData:
         )
         schedule = self.config.schedule
         grown = ShortFirst(steps, self.config.seq_len, schedule.first_length, schedule.length_steps)
-        return step_loader(grown.batches, first_step, self.config.data.num_workers)
+        batches, share = grown.batches, self.config.data.recall_share
+        if share:
+            batches = WithRecall(batches, self.tokenizer, share, self.config.seed).batches
+        return step_loader(batches, first_step, self.config.data.num_workers)
 
     def validation(self, last: bool) -> Iterator[Batch]:
         """The held-out batches, always the same ones.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from flashtrain.config import Config, to_dict
+from flashtrain.training.by_position import columns
 from flashtrain.training.run_folder import RunFolder, write_atomically
 
 COLUMNS = (
@@ -37,7 +38,8 @@ class Tracker(Protocol):
 
 def build_trackers(config: Config, folder: RunFolder, resumed_step: int | None) -> list[Tracker]:
     """The trackers of a run; `resumed_step` is where a resumed run goes on, and what came after it is cut."""
-    trackers: list[Tracker] = [CsvTracker(folder.metrics, resumed_step)]
+    more = columns(config.seq_len) if config.trainer.val_by_position else []
+    trackers: list[Tracker] = [CsvTracker(folder.metrics, resumed_step, (*COLUMNS, *more))]
     if config.logger.name == "wandb":
         trackers.append(WandbTracker(config, folder))
     elif config.logger.name == "tensorboard":
@@ -48,8 +50,8 @@ def build_trackers(config: Config, folder: RunFolder, resumed_step: int | None) 
 class CsvTracker:
     """metrics.csv: one row a logged step, an empty cell where a figure does not exist at that step."""
 
-    def __init__(self, path: Path, resumed_step: int | None) -> None:
-        self.path = path
+    def __init__(self, path: Path, resumed_step: int | None, columns: tuple[str, ...] = COLUMNS) -> None:
+        self.path, self.columns = path, columns
         kept: list[dict[str, str]] = []
         if path.exists() and resumed_step is not None:
             with path.open(newline="") as file:
@@ -57,18 +59,18 @@ class CsvTracker:
                 kept = [
                     row for row in csv.DictReader(file) if row["step"].isdigit() and int(row["step"]) <= resumed_step
                 ]
-        lines = [",".join(COLUMNS)] + [",".join(row.get(column) or "" for column in COLUMNS) for row in kept]
+        lines = [",".join(columns)] + [",".join(row.get(column) or "" for column in columns) for row in kept]
         write_atomically(path, "\n".join(lines) + "\n")
         self._last = kept[-1] if kept else {}
 
     def log(self, row: Mapping[str, float | int | None]) -> None:
         # repr keeps every bit of a float
-        cells = {column: "" if row.get(column) is None else repr(row[column]) for column in COLUMNS}
+        cells = {column: "" if row.get(column) is None else repr(row[column]) for column in self.columns}
         with self.path.open("r+") as file:
             end = file.seek(0, os.SEEK_END)
             if cells["step"] == self._last.get("step"):  # figures that came after their step's row was written
-                cells = {column: cells[column] or self._last.get(column) or "" for column in COLUMNS}
-                end -= len(",".join(self._last.get(column) or "" for column in COLUMNS)) + 1
+                cells = {column: cells[column] or self._last.get(column) or "" for column in self.columns}
+                end -= len(",".join(self._last.get(column) or "" for column in self.columns)) + 1
                 file.seek(end)
                 file.truncate()
             file.write(",".join(cells.values()) + "\n")

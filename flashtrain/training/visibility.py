@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtrain.attention import BlockLayout, Documents, Mask, Plan, lower
 from flashtrain.config import Config
 from flashtrain.config.schema import LayoutConfig
-from flashtrain.training.layouts import build_layout, corner, layouts_of_layers
+from flashtrain.training.layouts import build_layout, corner, layouts_of_layers, part
 
 # One plan for all layers, or one a layer.
 Plans = Plan | tuple[Plan, ...]
@@ -61,6 +61,19 @@ class LayerMasks:
         for each in dict.fromkeys(self.layers):
             layout = self.layout(each, seq_len)
             plans[each] = lower(shared if layout is None else shared & layout, rows, seq_len, seq_len, device)
+        return plans[self.layers[0]] if len(plans) == 1 else tuple(plans[each] for each in self.layers)
+
+    def lower_last(self, queries: int, keys: int, device: torch.device) -> Plans:
+        """The plans of one sequence's last `queries` tokens, and all `keys` tokens of it as keys.
+
+        Raises:
+            ValueError: block layouts, and the queries lie in several blocks and do not begin with one.
+        """
+        plans = {}
+        for each in dict.fromkeys(self.layers):
+            layout = self.layout(each, max(keys, self.config.seq_len))
+            mask = self.shared if layout is None else self.shared & part(layout, keys - queries, queries)
+            plans[each] = lower(mask, 1, queries, keys, device)
         return plans[self.layers[0]] if len(plans) == 1 else tuple(plans[each] for each in self.layers)
 
     @property

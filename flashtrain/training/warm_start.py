@@ -1,4 +1,4 @@
-"""Starting from another run's weights: of the same sizes, or of a smaller image."""
+"""Starting from another run's weights, of the same sizes or of a smaller image, or from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from flashtrain.config import build
+from flashtrain.config.hugging_face import is_hugging_face_folder, model_config, read_architecture
+from flashtrain.interchange.loading import read_weights
 from flashtrain.models.classifier import Classifier
+from flashtrain.models.gpt import GPT
 from flashtrain.models.positions import gridwise
 from flashtrain.training import checkpoints as ckpt
+from flashtrain.training.extension import Trained, fit_positions
 
 logger = logging.getLogger("flashtrain")
 
@@ -21,15 +26,21 @@ _MAY_BE_NEW = ("dense_head.", "pixel_head.", "hidden_pixel")
 def warm_start(model: nn.Module, init_from: str, runs_dir: str) -> None:
     """Copy the newest weights of a run into `model`; the running mean of its weights where the run kept one.
 
-    A learned position table of a smaller image is repeated gridwise (see `models.positions.gridwise`).
+    A learned position table of a smaller image is repeated gridwise (see `models.positions.gridwise`); the positions of
+    a shorter context are extended as the model's config says (see `extension.fit_positions`).
 
     Args:
-        init_from: a run's id under `runs_dir`, a run's folder, or a checkpoint file.
+        init_from: a run's id under `runs_dir`, a run's folder, a checkpoint file, or a Hugging Face folder.
 
     Raises:
         ValueError: no such run or checkpoint, or weights of other names or shapes, which are listed.
     """
-    path, weights = _weights(init_from, runs_dir)
+    if is_hugging_face_folder(Path(init_from)):
+        path, weights, trained = Path(init_from), *_folder_weights(model, init_from)
+    else:
+        path, weights, trained = _weights(init_from, runs_dir)
+    if isinstance(model, GPT):
+        fit_positions(model, weights, trained)
     wanted = model.state_dict()
     table = "position_embedding.weight"
     if isinstance(model, Classifier) and table in weights and table in wanted:
@@ -49,8 +60,8 @@ def warm_start(model: nn.Module, init_from: str, runs_dir: str) -> None:
     logger.info("weights from %s%s", path, f", except {', '.join(new)}" if new else "")
 
 
-def _weights(init_from: str, runs_dir: str) -> tuple[Path, dict[str, Tensor]]:
-    """Path of the checkpoint, and its model's weights by name."""
+def _weights(init_from: str, runs_dir: str) -> tuple[Path, dict[str, Tensor], Trained]:
+    """Path of the checkpoint, its model's weights by name, and what they were trained for."""
     for path in (Path(init_from), Path(runs_dir) / init_from):
         if path.is_file():
             checkpoint = ckpt.load(path)
@@ -65,7 +76,21 @@ def _weights(init_from: str, runs_dir: str) -> tuple[Path, dict[str, Tensor]]:
         raise ValueError(
             f"model.init_from={init_from}: no such checkpoint, folder, or run in {runs_dir}; give a run's id"
         )
-    return path, ckpt.weights_of(checkpoint)[0]
+    config = build(checkpoint["flashtrain"]["config"])
+    return path, ckpt.weights_of(checkpoint)[0], Trained(config.model, config.seq_len)
+
+
+def _folder_weights(model: nn.Module, init_from: str) -> tuple[dict[str, Tensor], Trained]:
+    """The weights in a Hugging Face folder; of a longer position table the rows that the model has."""
+    if not isinstance(model, GPT):
+        raise ValueError(f"model.init_from={init_from}: holds a language model, and this run is none; give a run's id")
+    found = read_architecture(Path(init_from))
+    config = model_config(found, model.config.name, model.config.tokenizer)
+    weights = read_weights(Path(init_from), found.model_type, config, found.max_positions)
+    table = "position_embedding.weight"
+    if table in weights:
+        weights[table] = weights[table][: model.seq_len]
+    return weights, Trained(config, found.max_positions)
 
 
 def _fit_table(table: Tensor, positions: int) -> Tensor:

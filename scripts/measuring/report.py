@@ -28,7 +28,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None, ben
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on any machine: does it run at all?")
     arguments = parser.parse_args(argv)
-    arguments.command = command_line(benchmark, sys.argv[1:] if argv is None else argv)
+    arguments.command = command_line(f"benchmark_{benchmark}", sys.argv[1:] if argv is None else argv)
     return arguments
 
 
@@ -87,7 +87,7 @@ class Report:
             say(f"wrote {self.path}")
 
 
-def command_line(benchmark: str, argv: Sequence[str]) -> str:
+def command_line(script: str, argv: Sequence[str]) -> str:
     """The command as anyone can repeat it in a clone: without the places of this machine."""
     kept: list[str] = []
     arguments = iter(argv)
@@ -96,8 +96,9 @@ def command_line(benchmark: str, argv: Sequence[str]) -> str:
             next(arguments, None)
         elif not argument.startswith(("--out=", "--commit=", "--plot=")):
             name, equals, value = argument.partition("=")
-            kept.append(f"{name}=..." if equals and "/" in value else argument)
-    return " ".join(("python", f"scripts/benchmark_{benchmark}.py", *kept))
+            place = Path(argument).name if argument.startswith("/") else argument
+            kept.append(f"{name}=..." if equals and "/" in value else place)
+    return " ".join(("python", f"scripts/{script}.py", *kept))
 
 
 def reason(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor
 
 from flashtrain.config import Config, build
-from flashtrain.training.checkpoints import newest, weights_of
+from flashtrain.training.checkpoints import load, newest, weights_of
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,35 @@ class Run:
 
 
 def load_run(folder: Path) -> Run:
-    """Configuration and newest checkpoint of a run's folder.
+    """Configuration and newest checkpoint of a run's folder, or those of a checkpoint file.
 
     Raises:
         ValueError: it is no run's folder, or has no checkpoint that can be read.
     """
+    if folder.is_file():
+        checkpoint = load(folder)
+        return _run(folder.stem, build(checkpoint["flashtrain"]["config"]), checkpoint, {})
     file = folder / "config.yaml"
     if not file.is_file():
-        raise ValueError(f"{folder}: not the folder of a run, config.yaml is not in it; give runs/<run_id>")
+        raise ValueError(
+            f"{folder}: not the folder of a run, config.yaml is not in it; give runs/<run_id> or a checkpoint"
+        )
     found = newest(folder / "checkpoints")
     if found is None:
         raise ValueError(f"{folder}: stopped before its first checkpoint; train it on with resume={folder.name}")
-    checkpoint, summary = found[1], folder / "summary.json"
+    summary = folder / "summary.json"
+    known = json.loads(summary.read_text()) if summary.is_file() else {}
+    return _run(folder.resolve().name, build(yaml.safe_load(file.read_text())), found[1], known)
+
+
+def _run(name: str, config: Config, checkpoint: dict[str, Any], summary: dict[str, Any]) -> Run:
     weights, averaged = weights_of(checkpoint)
     return Run(
-        id=folder.resolve().name,
-        config=build(yaml.safe_load(file.read_text())),
+        id=name,
+        config=config,
         step=int(checkpoint["flashtrain"]["step"]),
         weights=weights,
         averaged=averaged,
         corpus=checkpoint["flashtrain"]["identity"]["corpus_fingerprint"],
-        summary=json.loads(summary.read_text()) if summary.is_file() else {},
+        summary=summary,
     )

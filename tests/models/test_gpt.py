@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flashtrain.models.gpt import GPT, rotary_frequencies, rotate, rotation
+from flashtrain.models.gpt import GPT
 from flashtrain.models.loss import cross_entropy_sum
+from flashtrain.models.positions import rotary_frequencies, rotate, rotation
 
 GPT2_SIZES = {  # (layers, heads, hidden size): parameters at 1,024 positions, as counted in GPT-2's released weights
     (12, 12, 768): 124_439_808,

@@ -13,7 +13,6 @@ import evaluate
 import numpy as np
 import pytest
 import torch
-import yaml
 from hydra import compose, initialize_config_dir
 from measuring.discs import find_discs
 from measuring.trained import load_run
@@ -289,16 +288,6 @@ def test_a_folder_that_is_no_run_is_told(tmp_path, trained, refused):
     assert "not the folder of a run" in refused(tmp_path)
     shutil.copy(trained / "config.yaml", tmp_path)
     assert "stopped before its first checkpoint" in refused(tmp_path)
-
-
-def test_a_language_run_is_told_where_its_figures_are(tmp_path, trained, refused):
-    run = tmp_path / "words"
-    shutil.copytree(trained, run)
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config |= {"task": "language", "classifier": None, "images": None}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    told = refused(run)
-    assert "task=language has no evaluation here yet" in told and "val_perplexity" in told
 
 
 def test_a_pretraining_is_told_that_it_knows_no_labels(folder, refused):

@@ -78,6 +78,20 @@ def test_a_shorter_sequence_sees_the_beginning_of_the_layout_it_was_trained_with
         assert torch.equal(masks.lower(1, length, CPU).dense(), whole[..., :length, :length])
 
 
+@pytest.mark.parametrize("layout", ["random_blocks", "butterfly"])
+def test_new_tokens_see_of_a_cache_what_their_rows_of_the_layout_see(make_config, layout):
+    density = ["attention.layout.density=0.4", "attention.layout.per_head=true"] if layout == "random_blocks" else []
+    sizes = [change for change in SPARSE if "window" not in change]
+    config = make_config(*sizes, "seq_len=600", f"attention.layout.name={layout}", *density, "attention.dense_every=2")
+    masks = LayerMasks(config, Causal(), positional=True)
+    for number, whole in enumerate(masks.lower(1, 600, CPU)):
+        for queries, keys in ((1, 1), (1, 64), (1, 65), (1, 600), (20, 148), (64, 128), (192, 320), (88, 600), (5, 70)):
+            plan = masks.lower_last(queries, keys, CPU)[number]
+            assert torch.equal(plan.dense(), whole.dense()[..., keys - queries : keys, :keys])
+    with pytest.raises(ValueError, match="70 queries from number 30 on lie across blocks of 64"):
+        masks.lower_last(70, 100, CPU)
+
+
 def test_images_of_another_size_have_a_layout_of_their_own(image_config):
     tiles = ("attention.layout.name=tiles_2d", "attention.layout.reach=0", "attention.layout.block=64")
     masks = LayerMasks(image_config("attention=block_sparse", *tiles), Full(), positional=False)

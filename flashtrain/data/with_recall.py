@@ -1,0 +1,54 @@
+"""Training text with recall tasks mixed in, so that a model learns early to look far back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from flashtrain.data.batch import IGNORE, Batch
+from flashtrain.data.recall import any_task
+from flashtrain.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class WithRecall:
+    """The batches of each step, some of whose rows are recall tasks instead, new ones at every step.
+
+    Only the answers of a task are targets. What comes is a function of the step, as the text is.
+
+    Attributes:
+        batches_of: the micro-batches of an optimiser step.
+        share: of the rows that are replaced, 0 to 1, on average.
+        seed: of the choice of rows and of the tasks.
+    """
+
+    batches_of: Callable[[int], list[Batch]]
+    tokenizer: Tokenizer
+    share: float
+    seed: int
+
+    def batches(self, step: int) -> list[Batch]:
+        """The micro-batches of optimiser step `step`."""
+        return [self._mixed(batch, step, number) for number, batch in enumerate(self.batches_of(step))]
+
+    def _mixed(self, batch: Batch, step: int, number: int) -> Batch:
+        draw = np.random.default_rng((self.seed, step, number))
+        chosen = np.flatnonzero(draw.random(len(batch.tokens)) < self.share).tolist()
+        if not chosen:
+            return batch
+        tokens, targets, length = batch.tokens.clone(), batch.targets.clone(), batch.tokens.shape[1]
+        for row in chosen:
+            task = any_task(self.tokenizer, length, int(draw.integers(2**31)))
+            tokens[row], targets[row] = torch.from_numpy(task.tokens), torch.from_numpy(task.targets)
+        counted = int((targets != IGNORE).sum())
+        mixed = replace(batch, tokens=tokens, targets=targets, num_targets=counted)
+        if batch.documents is None or batch.positions is None:
+            return mixed
+        positions = batch.positions.clone()
+        positions[chosen] = torch.arange(length)
+        whole = set(chosen)
+        documents = tuple((length,) if row in whole else lengths for row, lengths in enumerate(batch.documents))
+        return replace(mixed, positions=positions, documents=documents)
