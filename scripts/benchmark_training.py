@@ -14,8 +14,6 @@ A row is a process of its own: its memory is its own, and a crash is a row.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,18 +21,18 @@ from typing import Any
 
 import torch
 from measuring.environment import choose_device
+from measuring.process import row_in_process, tell_row
 from measuring.report import Report, names, parse_arguments, reason, say, sizes, table
 
 from flashtrain.config.sizes import format_size
 
 HEADERS = ("N", "batch", "model", "tokens/s", "MFU", "peak GiB", "step ms", "p25..p75", "first step s", "loss", "note")
-RESULT = "RESULT "
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.row is not None:
-        print(RESULT + json.dumps(row(arguments)), flush=True)
+        tell_row(row(arguments))
         return 0
     report = Report("training_parts" if arguments.profile else "training", arguments, choose_device(arguments.device))
     report.content["settings"] = {
@@ -100,16 +98,7 @@ def run_row(about: dict[str, Any], arguments: argparse.Namespace, left: float) -
         command += ["--peer", name if path is None else f"{name}={path}"]
     for override in arguments.override:
         command += ["--override", override]
-    limit = min(arguments.row_seconds, left)
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"took longer than {limit:.0f} s"}
-    for text in process.stdout.splitlines():
-        if text.startswith(RESULT):
-            return json.loads(text.removeprefix(RESULT))
-    last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-    return {"failed": f"ended with {process.returncode}: {last[:300]}"}
+    return row_in_process(command, min(arguments.row_seconds, left))
 
 
 def row(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,12 +19,12 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from measuring import ROOT
 from measuring.environment import choose_device
+from measuring.process import row_in_process, tell_row
 from measuring.report import Report, parse_arguments, reason, say, table
 from omegaconf import OmegaConf
 
 from flashtrain.config import Config, build, parse_size
 
-RESULT = "RESULT "
 HEADERS = ("run", "GiB", "forecast", "off by", "step ms", "forecast", "off by", "note")
 # model, seq_len x sequences in a step (one micro-batch), and what else differs from model=... seq_len=... memory=none.
 RUNS = (
@@ -64,7 +63,7 @@ TINY = ("model.num_layers=2", "model.num_heads=2", "model.hidden_size=32", "trai
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.row is not None:
-        print(RESULT + json.dumps(row(arguments)), flush=True)
+        tell_row(row(arguments))
         return 0
     report = Report("forecast", arguments, choose_device(arguments.device))
     report.content["settings"] = {
@@ -109,16 +108,7 @@ def run_row(run: str, arguments: argparse.Namespace, left: float) -> dict[str, A
     """Measure in a process of its own, within the row's time and what is left."""
     command = [sys.executable, str(Path(__file__).resolve()), "--row", run, "--device", arguments.device]
     command += ["--seconds", str(arguments.seconds), *(["--dry-run"] if arguments.dry_run else [])]
-    limit = min(arguments.row_seconds, left)
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"took longer than {limit:.0f} s"}
-    for text in process.stdout.splitlines():
-        if text.startswith(RESULT):
-            return json.loads(text.removeprefix(RESULT))
-    last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-    return {"failed": f"ended with {process.returncode}: {last[:300]}"}
+    return row_in_process(command, min(arguments.row_seconds, left))
 
 
 def config_of(run: str, dry_run: bool) -> Config:

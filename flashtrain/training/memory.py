@@ -19,11 +19,11 @@ from flashtrain.training.forecast.case import count_parameters
 from flashtrain.training.hardware import choose_device, choose_precision, device_memory_bytes
 from flashtrain.training.language import mask_of
 from flashtrain.training.progress import complain
+from flashtrain.training.recording import COMPILE_FROM
 from flashtrain.training.visibility import LayerMasks, visible_pairs
 
 # Share of a machine's memory that is planned with on the CPU: it has other things to hold as well.
 _CPU_SHARE = 0.4
-_COMPILE_FROM = 10_000_000  # parameters; as trainer.compile=auto has it
 
 
 def forecast(config: Config, vocab_size: int, precision: str, device: torch.device, pairs: float) -> Forecast:
@@ -142,7 +142,7 @@ def _case(
     compiled = config.trainer.compile
     case = Case(config, vocab_size, precision, compiled is True, backend, pairs, Recompute(), gpu, fused_norm=on_gpu)
     if compiled == "auto":
-        case = replace(case, compiled=on_gpu and sum(count_parameters(case).values()) >= _COMPILE_FROM)
+        case = replace(case, compiled=on_gpu and sum(count_parameters(case).values()) >= COMPILE_FROM)
     return case
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashtrain.config import Config
     from flashtrain.training.task import Task
 
-_COMPILE_FROM = 10_000_000  # parameters
+COMPILE_FROM = 10_000_000  # parameters from which trainer.compile=auto compiles
 
 # Kernels are compiled, plans are made and the optimiser's state is laid out in the first steps.
 _WARM_UP_STEPS = 3
@@ -141,7 +141,7 @@ def choose_launching(task: Task, config: Config, device: torch.device) -> str:
         task.record_steps(GraphRecorder())
     compiled = config.trainer.compile
     if compiled == "auto":
-        large = sum(p.numel() for p in task.model.parameters()) >= _COMPILE_FROM
+        large = sum(p.numel() for p in task.model.parameters()) >= COMPILE_FROM
         compiled = device.type == "cuda" and (large or recorded)
     if compiled:
         task.compile_model()

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from flashtrain.config import build
+from flashtrain.training.run import run as train
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -36,3 +41,12 @@ def check_facts(result: dict[str, Any]) -> None:
     assert "quartiles" in result["spread"]
     assert result["dry_run"] is True
     assert result["rows"]
+
+
+def train_run(runs_dir: Path, run_id: str, *changes: str) -> Path:
+    """The folder of a run that is trained in this process; of several values for a key the last one holds."""
+    overrides = {text.split("=")[0]: text for text in (*changes, f"runs_dir={runs_dir}", f"run_id={run_id}")}
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed = compose("config", list(overrides.values()))
+    assert train(build(OmegaConf.to_container(composed, resolve=True)), []) == 0
+    return runs_dir / run_id

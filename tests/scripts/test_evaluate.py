@@ -13,23 +13,20 @@ import evaluate
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from measuring.discs import find_discs
 from measuring.trained import load_run
-from omegaconf import OmegaConf
 
-from flashtrain.config import build
 from flashtrain.data.image_set import split_places
 from flashtrain.data.pathfinder import generate, spec_of
 from flashtrain.data.pathfinder.statistics import marker_distances, shortcut_accuracy
 from flashtrain.training.checkpoints import newest
 from flashtrain.training.classification import ClassificationTask
-from flashtrain.training.run import run as train
+
+from .conftest import train_run
 
 pytest.importorskip("numba")
 Image = pytest.importorskip("PIL.Image")
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 SPEC = {"contour_length": 3, "distractor_count": 1, "seeding_flaw": False}
 SMALL = (
     "experiment=pathfinder32", "model.num_layers=1", "model.hidden_size=32", "classifier.proximity=[2.0]",
@@ -41,12 +38,8 @@ SMALL = (
 
 def fit(folder: Path, run_id: str, *changes: str) -> Path:
     """A small run's folder, trained in this process."""
-    places = f"runs_dir={folder / 'runs'}", f"images.prepared_dir={folder / 'prepared'}"
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        overrides = {text.split("=")[0]: text for text in (*SMALL, *places, f"run_id={run_id}", *changes)}
-        composed = compose("config", list(overrides.values()))
-    assert train(build(OmegaConf.to_container(composed, resolve=True)), []) == 0
-    return folder / "runs" / run_id
+    places = (f"images.prepared_dir={folder / 'prepared'}",)
+    return train_run(folder / "runs", run_id, *SMALL, *places, *changes)
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import generate
 import pytest
-from hydra import compose, initialize_config_dir
 from measuring.text_stream import TextStream
-from omegaconf import OmegaConf
 
-from flashtrain.config import build
 from flashtrain.data.tokenizers import ByteTokenizer
-from flashtrain.training.run import run as train
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+from .conftest import train_run
+
 SMALL = (
     "model.num_layers=2", "model.num_heads=2", "model.hidden_size=32", "seq_len=64", "data=text", "logger=csv",
     "trainer.accelerator=cpu", "trainer.batch_tokens=1024", "trainer.max_steps=30", "trainer.sample_tokens=0",
@@ -27,12 +24,8 @@ def fit(folder: Path, run_id: str, *changes: str) -> Path:
     (folder / "text").mkdir(exist_ok=True)
     for number in range(20):
         (folder / "text" / f"{number}.txt").write_text(f"the cat {number} sat on the mat. déjà vu. " * 20)
-    places = f"runs_dir={folder / 'runs'}", f"data.prepared_dir={folder / 'prepared'}", f"data.path={folder / 'text'}"
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        overrides = {text.split("=")[0]: text for text in (*SMALL, *places, f"run_id={run_id}", *changes)}
-        composed = compose("config", list(overrides.values()))
-    assert train(build(OmegaConf.to_container(composed, resolve=True)), []) == 0
-    return folder / "runs" / run_id
+    places = f"data.prepared_dir={folder / 'prepared'}", f"data.path={folder / 'text'}"
+    return train_run(folder / "runs", run_id, *SMALL, *places, *changes)
 
 
 @pytest.fixture(scope="module")

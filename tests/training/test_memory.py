@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from flashtrain.config import ConfigError
-from flashtrain.training import run as run_module
 from flashtrain.training.run import run
 
 from .conftest import figures, summary
-from .test_on_gpu import _NoSynchronisation
+from .waiting import refuse_waiting
 
 SETTINGS = {
     "selective": ("memory=selective",),
@@ -52,14 +51,7 @@ def test_settings_that_cannot_be_are_told_before_the_run(make_config, changes, t
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_on_a_gpu_each_setting_holds_less_learns_the_same_and_never_waits(make_config, tmp_path, monkeypatch, compiled):
-    make_trainer = run_module.make_trainer
-    monkeypatch.setattr(
-        run_module,
-        "make_trainer",
-        lambda config, device, precision, callbacks: make_trainer(
-            config, device, precision, [_NoSynchronisation(), *callbacks]
-        ),
-    )
+    refuse_waiting(monkeypatch)
     common = (
         "trainer.accelerator=cuda", "model.num_layers=12", "model.hidden_size=256", "model.head_dim=64", "seq_len=4k",
         "trainer.batch_tokens=16k", "trainer.micro_batch_tokens=16k", "trainer.sample_tokens=0", "trainer.max_steps=10",

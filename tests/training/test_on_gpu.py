@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from flashtrain.training import run as run_module
 
 from .conftest import figures, go_on, summary
+from .waiting import refuse_waiting
 
 pytestmark = pytest.mark.gpu
 
 ON_GPU = ("trainer.accelerator=cuda", "model.head_dim=16", "trainer.sample_tokens=0")
-
-
-class _NoSynchronisation(pl.Callback):
-    """Makes PyTorch refuse whatever stops the host, from step 4 to step 9."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        torch.cuda.set_sync_debug_mode("error" if 4 <= trainer.global_step < 9 else "default")
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_rest: Any) -> None:
-        if trainer.global_step >= 9:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 SPARSE = (
@@ -39,14 +26,7 @@ SPARSE = (
 )
 @pytest.mark.parametrize("borders", ["false", "true"])
 def test_a_steady_step_never_waits_for_the_gpu(make_config, tmp_path, monkeypatch, borders, attention):
-    make_trainer = run_module.make_trainer
-    monkeypatch.setattr(
-        run_module,
-        "make_trainer",
-        lambda config, device, precision, callbacks: make_trainer(
-            config, device, precision, [_NoSynchronisation(), *callbacks]
-        ),
-    )
+    refuse_waiting(monkeypatch)
     config = make_config(
         *ON_GPU, "run_id=steady", f"data.document_borders={borders}", "trainer.log_every_n_steps=6",
         "trainer.val_every_n_steps=12", "trainer.checkpoint_every_n_steps=12", *attention,
@@ -98,14 +78,7 @@ def test_a_step_as_one_graph_equals_launched_steps_and_resumes_to_the_same_bits(
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_recorded_step_never_waits_for_the_gpu_and_learns(image_config, tmp_path, monkeypatch, optimizer):
-    make_trainer = run_module.make_trainer
-    monkeypatch.setattr(
-        run_module,
-        "make_trainer",
-        lambda config, device, precision, callbacks: make_trainer(
-            config, device, precision, [_NoSynchronisation(), *callbacks]
-        ),
-    )
+    refuse_waiting(monkeypatch)
     changes = (f"optimizer={optimizer}", "trainer.log_every_n_steps=6", "trainer.checkpoint_every_n_steps=12")
     try:
         assert run_module.run(image_config(*IMAGES_ON_GPU, *changes, "run_id=steady"), []) == 0
