@@ -263,7 +263,7 @@ class TrainerConfig:
     keep_checkpoints: int
     sample_tokens: Size
     peak_tflops: float | None
-    cuda_graph: Literal["auto", True, False] = False
+    cuda_graph: Literal["auto", True, False] = "auto"
     val_by_position: bool = False
 
 

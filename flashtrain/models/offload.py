@@ -28,9 +28,11 @@ class Offload:
     @contextmanager
     def of(self, x: Tensor) -> Iterator[None]:
         """Inside, whoever saves x for the backward pass keeps it in host memory; all else is saved as ever."""
+        # Autograd holds on to `pack` as long as to what it packed, so x itself must not be in it.
+        is_x = (x.data_ptr(), x.shape, x.dtype)
 
         def pack(tensor: Tensor) -> Any:
-            same = tensor.data_ptr() == x.data_ptr() and tensor.shape == x.shape and tensor.dtype == x.dtype
+            same = (tensor.data_ptr(), tensor.shape, tensor.dtype) == is_x
             return self._park(tensor) if same and self.stream is not None else tensor
 
         def unpack(kept: Any) -> Tensor:

@@ -28,7 +28,10 @@ class AveragedWeights:
     def begin(self, step: int) -> None:
         """Say which optimiser step comes next, counted from 1; nothing waits for the device."""
         if self._share is None:
-            self._share = torch.zeros((), device=self.parameters[0].device)
+            device = self.parameters[0].device
+            self._share = torch.zeros((), device=device)
+            if self.mean is not None:  # loaded before the model went to its device
+                self.mean = [mean.to(device) for mean in self.mean]
         self._share.fill_(1 - min(self.decay, (1 + step) / (10 + step)))
 
     @torch.no_grad()
@@ -61,10 +64,10 @@ class AveragedWeights:
         return {} if self.mean is None else dict(zip(self.names, self.mean, strict=True))
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from a stored state, on the model's device."""
+        """Go on from a stored state; `begin` takes it to the model's device, where Lightning brings the model later."""
         if state:
             pairs = zip(self.names, self.parameters, strict=True)
-            self.mean = [state[name].to(parameter.device, parameter.dtype) for name, parameter in pairs]
+            self.mean = [state[name].to(parameter.dtype) for name, parameter in pairs]
 
     @torch.no_grad()
     def _copy(self, source: list[Tensor]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from flashtrain.attention import Causal, attention, lower, op
 from flashtrain.models.gpt import GPT, MLP
 from flashtrain.models.loss import cross_entropy_sum
+from flashtrain.models.offload import Offload
 from flashtrain.models.recompute import Recompute, compile_blocks
 
 KEEP_LESS = [
@@ -121,6 +124,16 @@ def test_compiled_blocks_share_one_graph_whatever_their_number_and_give_the_same
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == pieces
 
 
+def test_what_is_offloaded_is_not_held_on_the_device_by_what_is_saved_beside_it():
+    x = torch.randn(3)
+    gone, weight = weakref.ref(x), torch.randn(3, requires_grad=True)
+    with Offload(torch.device("cpu")).of(x):
+        loss = weight.exp().sum()  # saves something else, with the same hooks
+    del x
+    assert gone() is None
+    loss.backward()
+
+
 @pytest.mark.gpu
 def test_offloaded_inputs_leave_the_gpu_and_come_back_the_same(make_model):
     """With 16 blocks of 32 MiB inputs, full checkpointing keeps 0.5 GiB and offload two of them."""
@@ -129,6 +142,7 @@ def test_offloaded_inputs_leave_the_gpu_and_come_back_the_same(make_model):
     for how in (Recompute("full"), Recompute("full", offload=True)):
         model = make_model(how, **sizes)
         loss_and_gradients(model, rows=1, seq_len=1024)  # compiles the kernels
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         tokens = torch.zeros(1, 32_768, dtype=torch.int64, device="cuda")
