@@ -129,12 +129,13 @@ def attention(
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if not q.dim() == k.dim() == v.dim() == 4:
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         raise ValueError(f"attention takes [batch, heads, seq, head_dim]; got {_shapes(q, k, v)}")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if k_shape != v_shape or q_shape[0] != k_shape[0] or q_shape[3] != k_shape[3]:
         raise ValueError(f"q, k and v must agree in batch and head_dim, and k and v in shape; got {_shapes(q, k, v)}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"num_heads={q.shape[1]} must be a multiple of num_kv_heads={k.shape[1]}")
+    if k_shape[1] == 0 or q_shape[1] % k_shape[1]:
+        raise ValueError(f"num_heads={q_shape[1]} must be a multiple of num_kv_heads={k_shape[1]}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; cast them to one dtype or use autocast")
     if not q.device == k.device == v.device:

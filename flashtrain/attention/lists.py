@@ -113,6 +113,13 @@ def _pack(places: Tensor, order: Tensor, visited: Tensor, num_rows: int) -> Tens
     return torch.cat((starts, places[-1:, 0], full_ends, order[:, :num_rows].flatten(), visited))
 
 
+def average_length(list_size: int, blocks: Sequence[int], seq_len: int, side: int) -> int:
+    """Entries of the average list, at least 1, from the numbers in a tensor of lists alone: nothing waits for the
+    device. Those of the layout that the other masks hide count too."""
+    num_lists = list_strides(blocks, seq_len, side)[0]
+    return max(1, (list_size - 1 - 3 * num_lists) // num_lists)
+
+
 def dense_blocks(q_lists: Tensor, blocks: Sequence[int], seq_q: int, seq_k: int) -> Tensor:
     """The visited blocks as a bool tensor of elements, [batches, heads, seq_q, seq_k]. Needs N x N memory."""
     block_q, block_k, batches, heads = blocks

@@ -156,12 +156,15 @@ def flash_attention(
     return _Direct.apply(q, k, v, (plan.limits, scale, backend, deterministic))
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
 def _watched(*tensors: Tensor) -> bool:
     """Whether somebody works on operators: counting FLOPs, choosing what to checkpoint, torch.func, subclasses."""
     return (
         is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
-        or not all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        or not _PLAIN.issuperset(map(type, tensors))
     )
 
 

@@ -36,7 +36,10 @@ ENTRIES = [
         for head_dim, all_allowed in ((64, (80, 160, 320)), (128, (40, 96, 192)))
         for mask, allowed in zip((B_FULL, B_CAUSAL, B_DOCUMENTS), all_allowed, strict=True)
     ],
-    *[("forward", head_dim, "bfloat16", False, 1, BLOCKS, 0) for head_dim in (64, 128)],
+    *[
+        ("forward", head_dim, "bfloat16", short, 1, BLOCKS, 0)
+        for head_dim, short in ((64, True), (64, False), (128, False))
+    ],
     *[("backward", head_dim, "bfloat16", False, 1, B_BLOCKS, 16) for head_dim in (64, 128)],
     ("backward", 64, "bfloat16", False, 4, B_CAUSAL, 128),
     ("backward", 128, "float16", False, 4, B_CAUSAL, 96),
@@ -49,7 +52,8 @@ print(triton.__version__)
 for name, head_dim, dtype, short, group, mask, _ in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)
     if name == "forward":
-        config = forward_config(head_dim, 1024 if short else 65536, False, mask["TABLE"], mask["LISTS"])
+        row_blocks = (8 if short else 512) if mask["LISTS"] else 0
+        config = forward_config(head_dim, 1024 if short else 65536, False, mask["TABLE"], row_blocks)
         resources = compile_forward(head_dim, dtype, config, **mask)
     else:
         resources = compile_backward(head_dim, dtype, BACKWARD[tile_width(head_dim)], group, name == "ordered", **mask)

@@ -192,6 +192,21 @@ def test_every_block_layout_is_right(device, layout, rest, head_dim):
     assert_accurate(case, "hopper")
 
 
+@pytest.mark.parametrize("rest", RESTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_tiles_of_long_lists_are_right_with_every_block_layout(device, layout, rest):
+    """Lists here are short ones: these tiles are named."""
+    from flashtrain.attention.hopper import calls
+    from flashtrain.attention.hopper.configs import LISTED, LONG_LISTED
+
+    assert LISTED[64] != LONG_LISTED[64]
+    mask = LAYOUTS[layout](1103) & RESTS[rest]
+    case = make_case(device, BF16, mask, batch=2, heads=(4, 4), seq=(1103, 1103))
+    with torch.no_grad():
+        out, lse = calls.forward(*case.inputs(), case.plan.limits, case.scale, LONG_LISTED[64])
+    assert_accurate(case, "hopper", {**hopper(case), "out": out, "lse": lse})
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seq", [(900, 1500), (1500, 900), (1, 300), (128, 128)], ids=str)
 def test_block_layouts_of_grouped_heads_and_of_other_lengths_are_right(device, seq, head_dim):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtrain.attention import BlockLayout, Causal, Documents, Full, Mask, Plan, SlidingWindow, layouts, lower
 from flashtrain.attention.block_layout import BLOCK_SIZES
-from flashtrain.attention.lists import build_lists
+from flashtrain.attention.lists import average_length, build_lists
 from tests.attention.test_layouts import Largest, dense
 from tests.attention.test_plan import random_documents
 
@@ -172,6 +172,15 @@ def test_lists_take_few_launches_whatever_they_hold(heads: int) -> None:
         launches.append(made.count)
     # The first time the layout says where its blocks lie.
     assert launches[0] <= 50 and launches[1] <= 45, launches
+
+
+@pytest.mark.parametrize(("side", "length"), [(0, 8), (1, 4)])
+def test_the_average_list_is_counted_from_shapes_alone(side: int, length: int) -> None:
+    """4 blocks of queries see all 8 of keys; the meta device has no numbers to read."""
+    layout = layouts.from_mask(torch.ones(4, 8, dtype=torch.bool), (256, 512), block=64)
+    plan = lower(layout, 2, 256, 512, "meta")
+    lists = (plan.q_lists, plan.k_lists)[side]
+    assert lists is not None and average_length(lists.numel(), plan.blocks, (256, 512)[side], side) == length
 
 
 def test_one_layout_and_mask_share_a_plan_and_no_others_do() -> None:

@@ -15,6 +15,7 @@ from flashtrain.attention.hopper.configs import BackwardConfig, ForwardConfig
 from flashtrain.attention.hopper.forward import forward_kernel
 from flashtrain.attention.hopper.launch import aligned, fits_tma, for_tma, launch
 from flashtrain.attention.hopper.setups import LOG2_E, backward_setups, delta_setup, forward_setup
+from flashtrain.attention.lists import average_length
 from flashtrain.attention.plan import Limits
 from flashtrain.attention.portable.launch import on_device, positive_scale, table_strides
 
@@ -40,6 +41,7 @@ def forward(
         limits.left,
         limits.right,
         tuple(limits.blocks),
+        0 if limits.q_lists is None else average_length(limits.q_lists.numel(), limits.blocks, q.shape[2], 0),
         scale * LOG2_E,
         config,
     )
@@ -128,11 +130,19 @@ def _backward(
     out = dout if out is None else out  # not looked at where delta is given
     positive_q, positive, sign = positive_scale(q, scale)
     table, stride = table_strides(limits.columns)
-    tensors = (dq, dk, dv, out, dout, positive_q, k, v)
     setups = backward_setups(
         q.shape,
         k.shape,
-        tuple(tensor.stride() for tensor in tensors),
+        (
+            dq.stride(),
+            dk.stride(),
+            dv.stride(),
+            out.stride(),
+            dout.stride(),
+            positive_q.stride(),
+            k.stride(),
+            v.stride(),
+        ),
         delta is not None,
         table is not None,
         stride,
@@ -148,8 +158,7 @@ def _backward(
         dout, q, k, v, out = (for_tma(tensor) for tensor in (dout, q, k, v, out))
         grads = _backward(dout, q, k, v, lse, delta, out, limits, scale, deterministic, config)
         return dq.copy_(grads[0]), dk.copy_(grads[1]), dv.copy_(grads[2])
-    parts = (setups.rows, setups.rows, setups.dq_sum, setups.turns)
-    lse_2, delta_2, dq_sum, turns = q.new_empty(sum(parts), dtype=torch.float32).split(parts)
+    lse_2, delta_2, dq_sum, turns = q.new_empty(setups.room, dtype=torch.float32).split_with_sizes(setups.parts)
     unused = _unused(q.device)
     turns = turns.view(torch.int32) if deterministic else unused
     lists = unused if limits.k_lists is None else limits.k_lists

@@ -37,8 +37,10 @@ class BackwardConfig:
 FORWARD = {64: ForwardConfig(consumers=3), 128: ForwardConfig(consumers=2), 256: ForwardConfig(consumers=2, block_n=64)}
 # Three small programs a multiprocessor hide each other's beginning and end, which is much of a short sequence.
 SHORT = {64: ForwardConfig(consumers=1, block_n=64, max_registers=80)}
-# With a block layout blocks, `backends.HOPPER_BLOCK`, are whole tiles.
+# With a block layout blocks, `backends.HOPPER_BLOCK`, are whole tiles. Rows of few blocks are as short sequences.
 LISTED = {64: SHORT[64], 128: FORWARD[128]}
+LONG_LISTED = {64: ForwardConfig(consumers=2), 128: FORWARD[128]}
+_LONG_ROW = 64  # blocks
 # dk and dv of 128 keys and 256 columns would be more than the registers of two consumers.
 BACKWARD = {64: BackwardConfig(block_m=128, ahead=True), 128: BackwardConfig(block_m=64, ahead=False)}
 
@@ -48,12 +50,12 @@ def tile_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else (128 if head_dim <= 128 else 256)
 
 
-def forward_config(head_dim: int, seq_k: int, full: bool, table: bool, lists: bool) -> ForwardConfig:
+def forward_config(head_dim: int, seq_k: int, full: bool, table: bool, row_blocks: int) -> ForwardConfig:
     """full: every query sees every key, otherwise rows are shorter than the sequence. table: documents, which need
-    registers that three consumers do not have. lists: a block layout."""
+    registers that three consumers do not have. row_blocks: blocks in a row of a block layout, 0 without one."""
     width = tile_width(head_dim)
-    if lists:
-        return LISTED[width]
+    if row_blocks:
+        return (LONG_LISTED if row_blocks >= _LONG_ROW else LISTED)[width]
     if width in SHORT and (table or seq_k <= (1024 if full else 4096)):
         return SHORT[width]
     return FORWARD[width]

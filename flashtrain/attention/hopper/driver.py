@@ -25,7 +25,7 @@ _MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _L2_PROMOTION_128B = 2
 _MAPS_KEPT = 1024
-_NO_CONTEXT, _OTHER_CONTEXT = 201, 400  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
+_NOT_IN_CONTEXT = (201, 400)  # in none, or another: CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 
 
 class UnknownLayout(Exception):
@@ -114,18 +114,23 @@ class Launcher:
             metadata.shared,
         )
         self._lock = threading.Lock()
+        # Looked up once: a launch takes the host as long as attention over a thousand tokens takes the device.
+        self._launch, self._stream_of = _cuda().cuLaunchKernel, driver.active.get_current_stream
 
     def __call__(self, device: int, described: Sequence[Tensor], pointers: Sequence[Tensor]) -> None:
         """Launch on the current stream of `device`. described: what the descriptors are of, in order; shapes, strides
         and dtypes are those of the first launch. pointers: the other tensors, in order."""
-        stream = ctypes.c_void_p(driver.active.get_current_stream(device))
+        stream = ctypes.c_void_p(self._stream_of(device))
         with self._lock:  # the driver copies the parameters before it returns
+            slots, addresses = self._slots, self._addresses
             for known, slot, tensor in zip(self._maps, self._map_slots, described, strict=True):
-                encoded = known.get(tensor.data_ptr()) or self._encode(known, slot, tensor)
-                self._slots[slot] = encoded.address
+                slots[slot] = (known.get(tensor.data_ptr()) or self._encode(known, slot, tensor)).address
             for at, tensor in enumerate(pointers):
-                self._addresses[at] = tensor.data_ptr()
-            code = _in_context(device, _cuda().cuLaunchKernel, *self._head, stream, self._slots, None)
+                addresses[at] = tensor.data_ptr()
+            code = self._launch(*self._head, stream, slots, None)
+            if code in _NOT_IN_CONTEXT:
+                _enter_context(device)
+                code = self._launch(*self._head, stream, slots, None)
         if code:
             raise RuntimeError(f"launching {self._compiled.name} failed: {_error(code)}")
 
@@ -178,7 +183,7 @@ def _in_context(device: int, function: Any, *arguments: Any) -> int:
     """The code of a call to the driver, once more in the context of `device` where it was made in none or in another:
     a thread that has not used the device yet, as autograd's own, has none."""
     code: int = function(*arguments)
-    if code in (_NO_CONTEXT, _OTHER_CONTEXT):
+    if code in _NOT_IN_CONTEXT:
         _enter_context(device)
         code = function(*arguments)
     return code

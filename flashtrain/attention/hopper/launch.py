@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,10 @@ def strides_fit(shape: _Shape, stride: _Shape) -> bool:
 
 def aligned(*tensors: Tensor) -> bool:
     """Whether all begin at a multiple of 16 bytes."""
-    return functools.reduce(operator.or_, map(Tensor.data_ptr, tensors)) % 16 == 0
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return bits % 16 == 0
 
 
 def for_tma(tensor: Tensor) -> Tensor:

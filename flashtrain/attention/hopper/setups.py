@@ -30,20 +30,21 @@ def forward_setup(
     left: int,
     right: int,
     blocks: tuple[int, ...],
+    row_blocks: int,
     scale_log2: float,
     config: ForwardConfig | None,
 ) -> Setup | None:
     """None where TMA cannot address the tensors.
 
-    strides: those of q, k, v and out. table_stride: from one batch row of documents to the next. scale_log2: the factor
-    on the scores, in base 2.
+    strides: those of q, k, v and out. table_stride: from one batch row of documents to the next. row_blocks: blocks in
+    the average row of a block layout, 0 without one. scale_log2: the factor on the scores, in base 2.
     """
     if not _fit((q_shape, k_shape, k_shape, q_shape), strides):
         return None
     batch, num_heads, seq_q, head_dim = q_shape
     num_kv_heads, seq_k = k_shape[1], k_shape[2]
     full = not table and not blocks and left == OPEN and right == OPEN
-    config = config or forward_config(head_dim, seq_k, full, table, bool(blocks))
+    config = config or forward_config(head_dim, seq_k, full, table, row_blocks)
     all_heads = batch * num_heads
     # Half of the L2 cache where the portable kernels stream a quarter: 2 to 3 % at 16k.
     together = 1 if full else heads_together(k_shape, 2, all_heads, share=2)
@@ -100,14 +101,13 @@ class BackwardSetups(NamedTuple):
     """The three launches of a backward pass, and how much room they need.
 
     Attributes:
-        rows: of all heads, each padded to whole tiles.
-        dq_sum: numbers in the sum of dq.
-        turns: tiles of queries of all heads.
+        parts: 32-bit numbers of lse and of delta (rows of all heads, each padded to whole tiles), of the sum of dq, and
+            of turns (tiles of queries of all heads).
+        room: their sum.
     """
 
-    rows: int
-    dq_sum: int
-    turns: int
+    parts: tuple[int, int, int, int]
+    room: int
     prepare: Setup
     backward: Setup
     finish: Setup
@@ -178,10 +178,10 @@ def backward_setups(
     )
     queries, keys = (1, 1, config.block_m, width), (1, 1, BLOCK_N, width)
     around = {"HEAD_DIM": width, "COLUMNS": head_dim}
+    parts = (rows, rows, regions * REGION, rows // config.block_m)
     return BackwardSetups(
-        rows=rows,
-        dq_sum=regions * REGION,
-        turns=rows // config.block_m,
+        parts=parts,
+        room=sum(parts),
         prepare=Setup(
             rows // ROWS,
             (),

@@ -11,6 +11,7 @@ from torch import Tensor
 # Of the L2 cache (A100 40 MB, H100 50 MB) this much is meant for the tensors that all programs of a head stream.
 STREAMED_BYTES = 16 * 2**20
 _INT32_LIMIT = 2**31
+_HERE = contextlib.nullcontext()  # made once: it is entered several times a call
 # Statistics are padded to whole tiles of any size up to this, so that no load of them needs a mask.
 STATISTICS_ROWS = 128
 
@@ -18,7 +19,7 @@ STATISTICS_ROWS = 128
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Launch on the tensor's device, whichever is current."""
     if not tensor.is_cuda or torch.cuda.current_device() == tensor.device.index:
-        return contextlib.nullcontext()
+        return _HERE
     return torch.cuda.device(tensor.device)
 
 
