@@ -27,6 +27,7 @@ from measuring.report import Report, names, parse_arguments, reason, say, sizes,
 from flashtrain.config.sizes import format_size
 
 HEADERS = ("N", "batch", "model", "tokens/s", "MFU", "peak GiB", "step ms", "p25..p75", "first step s", "loss", "note")
+LENGTHS = "1k,4k,16k,64k,128k"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,6 +57,11 @@ def main(argv: list[str] | None = None) -> int:
             show_parts(found)
     else:
         say("\n" + table(HEADERS, [cells(found) for found in report.rows]))
+        report.content["beside_peers"] = beside_peers(report.rows)
+        for found in report.content["beside_peers"]:
+            memory = "" if found["memory"] is None else f", {found['memory']:.2f} times its memory"
+            length = format_size(found["seq_len"])
+            say(f"N {length}: ours makes {found['speed']:.2f} times the tokens/s of {found['peer']}{memory}")
     report.finish()
     return 1 if any(found["failed"] for found in report.rows if found["model"] == "ours") else 0
 
@@ -64,7 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME[=PATH]", help="nanogpt=PATH, huggingface")
     parser.add_argument("--models", type=names, help="of ours and the peers, in this order (peers, then ours)")
-    parser.add_argument("--lengths", type=sizes, default=sizes("1k,4k,16k,64k"), help="(1k,4k,16k,64k)")
+    parser.add_argument("--lengths", type=sizes, default=sizes(LENGTHS), help=f"({LENGTHS})")
     parser.add_argument("--batches", type=sizes, help="sequences a step, one a length (32k tokens, at least 1)")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of conf/, for ours")
     parser.add_argument("--seconds", type=float, default=12.0, help="timed seconds of a row (12)")
@@ -127,6 +133,19 @@ def row(arguments: argparse.Namespace) -> dict[str, Any]:
     if not torch.isfinite(torch.tensor(loss)):
         return {"failed": f"the loss is {loss}"}
     return {"loss": loss, **figures}
+
+
+def beside_peers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ours over each peer at each length that both were measured at: tokens/s, and peak memory."""
+    measured = {(row["seq_len"], row["model"]): row for row in rows if row["failed"] is None}
+    found = []
+    for (seq_len, peer), other in measured.items():
+        ours = measured.get((seq_len, "ours"))
+        if ours is not None and peer != "ours":
+            memory = ours["peak_gib"] / other["peak_gib"] if "peak_gib" in ours and "peak_gib" in other else None
+            speed = ours["tokens_per_second"] / other["tokens_per_second"]
+            found.append({"seq_len": seq_len, "peer": peer, "speed": speed, "memory": memory})
+    return found
 
 
 def line(found: dict[str, Any]) -> str:

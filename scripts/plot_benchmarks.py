@@ -1,5 +1,5 @@
 """Pictures of what the benchmarks measured: benchmark_attention.py, benchmark_memory.py, benchmark_training.py,
-benchmark_block_sparse.py and benchmark_approximate.py.
+benchmark_longest.py, benchmark_block_sparse.py and benchmark_approximate.py.
 
 python scripts/plot_benchmarks.py benchmarks/attention.json --out docs/attention.png
 """
@@ -35,6 +35,7 @@ STYLES: dict[str, tuple[str, ...]] = {
     "linformer": ("Linformer", LIGHT_BLUE, ":"),
     "nanogpt": ("nanoGPT, compiled", ORANGE),
     "huggingface": ("Hugging Face", GREY),
+    "ours_full": ("flashtrain, memory=full", LIGHT_BLUE),
 }
 
 
@@ -131,6 +132,39 @@ def training(result: dict[str, Any]) -> Any:
     return drawn
 
 
+def longest(result: dict[str, Any]) -> Any:
+    """Peak memory of a step over length, a panel for each model: to the longest that trained, and where it ran out."""
+    rows = [row for row in result["rows"] if row.get("how") != "confirmed"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    drawn, axes = figure(1, len(models), 5.2 * len(models), 4.0, sharey=True)
+    capacity = result.get("gpu_memory_gib")
+    for axis, model in zip(axes[0], models, strict=True):
+        own = [row for row in rows if row["model"] == model]
+        for index, (name, style) in enumerate(style_of([row["implementation"] for row in rows]).items()):
+            tried = [row for row in own if row["implementation"] == name]
+            line = sorted((row["seq_len"], row["peak_gib"]) for row in tried if "peak_gib" in row)
+            axis.plot([x for x, _ in line], [y for _, y in line], marker="o", markersize=4, **style)
+            if line:
+                place, side = ((-4, 4), "right") if index % 2 == 0 else ((5, -10), "left")
+                about = {"xytext": place, "textcoords": "offset points", "fontsize": 8, "ha": side}
+                axis.annotate(format_size(line[-1][0]), line[-1], color=style["color"], **about)
+            lost = min((row["seq_len"] for row in tried if row["failed"] == "out of memory"), default=None)
+            if lost is not None and capacity is not None:
+                axis.plot(lost, capacity, marker="x", markersize=8, color=style["color"])
+        if capacity is not None:
+            axis.axhline(capacity, color="#666666", linewidth=1, linestyle="--", label="memory of the GPU")
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        length_axis(axis, sorted({row["seq_len"] for row in own}), doublings=2)
+        axis.set_xlabel("sequence length")
+        axis.set_title(model, fontsize=10)
+    axes[0, 0].set_ylabel("peak memory of a training step, GiB")
+    legend_below(drawn, axes[0, 0])
+    drawn.suptitle(f"One sequence a step on {result['gpu']}", fontsize=12)
+    drawn.tight_layout()
+    return drawn
+
+
 def block_sparse(result: dict[str, Any]) -> Any:
     """Time over density: a panel for each head dim and length, with what density times our dense time would be; of the
     first block size that was measured."""
@@ -217,6 +251,7 @@ DRAWINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "attention": attention,
     "memory": memory,
     "training": training,
+    "longest": longest,
     "block_sparse": block_sparse,
     "block_sparse_figure": block_sparse_figure,
     "approximate": by_length,
@@ -230,10 +265,11 @@ def style_of(names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: dict(zip(keys, STYLES.get(name, (name, GREY)), strict=False)) for name in names}
 
 
-def length_axis(axis: Any, lengths: list[int]) -> None:
-    """Powers of two get a label; lengths between them stand where they belong."""
+def length_axis(axis: Any, lengths: list[int], doublings: int = 1) -> None:
+    """Powers of two get a label, one in so many `doublings`; lengths between them stand where they belong."""
     axis.set_xscale("log", base=2)
-    labelled = [length for length in lengths if length & (length - 1) == 0] or lengths
+    powers = [length for length in lengths if length & (length - 1) == 0]
+    labelled = [length for length in powers if (length.bit_length() - 1) % doublings == 0] or lengths
     axis.set_xticks(labelled, [format_size(length) for length in labelled])
     axis.minorticks_off()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,14 @@ from measuring.reading import Reader
 
 ALL = ("perplexity", "position", "passkey", "associative", "induction")
 _TOKENS_AT_ONCE = 2**15
+
+
+class _Read(Protocol):
+    @property
+    def tokens(self) -> np.ndarray: ...
+
+
+_Item = TypeVar("_Item", bound=_Read)
 
 
 def evaluate_language(reader: Reader, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -94,7 +102,7 @@ class Judge:
         return found
 
 
-def batches(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
+def batches(examples: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
     """As many examples at once as make `_TOKENS_AT_ONCE` tokens, and one at least."""
     size = max(1, _TOKENS_AT_ONCE // len(examples[0].tokens)) if examples else 1
     for start in range(0, len(examples), size):

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 # Keys of config.yaml in which runs may differ and still be compared: names, places, and what changes time alone.
-FREE = ("run_id", "resume", "runs_dir", "attention", "logger", "memory", "data.prepared_dir", "data.num_workers")
+FREE = ("run_id", "resume", "runs_dir", "logger", "memory", "data.prepared_dir", "data.num_workers")
 # Facts of summary.json that must be equal.
 FACTS = ("tokens", "steps", "tokenizer", "corpus.fingerprint", "corpus.text_fingerprint", "device", "precision")
 
@@ -79,25 +79,25 @@ class Run:
         return None
 
 
-def require_comparable(runs: Sequence[Run]) -> None:
-    """Whether runs differ in their attention alone: equal tokens of the same text, in the same order and steps.
+def require_comparable(runs: Sequence[Run], free: Sequence[str] = ("attention",)) -> None:
+    """Whether runs differ in `free` keys alone: equal tokens of the same text, in the same order and steps.
 
     Raises:
         ValueError: naming the first difference.
     """
     first = runs[0]
     for other in runs[1:]:
-        for key, here, there in _differences(first, other):
+        for key, here, there in _differences(first, other, (*FREE, *free)):
             raise ValueError(
-                f"{key} is {here} in {first.name} and {there} in {other.name}: take runs that differ in attention alone"
+                f"{key} is {here} in {first.name} and {there} in {other.name}: take runs that differ in {free[0]} alone"
             )
 
 
-def _differences(first: Run, other: Run) -> Iterator[tuple[str, Any, Any]]:
+def _differences(first: Run, other: Run, free: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
     for of in (lambda run: run.config, lambda run: {key: fact(run.summary, key) for key in FACTS}):
         a, b = of(first), of(other)
         for key in sorted({*a, *b}):
-            if a.get(key) != b.get(key) and not any(key == free or key.startswith(f"{free}.") for free in FREE):
+            if a.get(key) != b.get(key) and not any(key == each or key.startswith(f"{each}.") for each in free):
                 yield key, a.get(key), b.get(key)
 
 

@@ -20,7 +20,7 @@ PARTS = (
     ("loss", r"^triton_.*(nll|cross_entropy|log_softmax)"),
     ("norm and elementwise", r"^triton_"),
     ("loss", r"cross_entropy|nll_loss|softmax"),
-    ("attention", r"^_(forward|delta|dq|dkdv)_kernel|flash|fmha|sdpa|attention"),
+    ("attention", r"^_?(forward|backward|prepare|finish|delta|dq|dkdv)_kernel|flash|fmha|sdpa|attention"),
     ("matmul", r"gemm|nvjet|cutlass|xmma|cublas|splitk|mm$"),
     ("optimiser and clipping", r"multi_tensor|adam|foreach|lpnorm"),
     ("copies and fills", r"memcpy|memset|copy|fill"),

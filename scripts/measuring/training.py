@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from flashtrain.config import Config, build
 from flashtrain.data.batch import Batch
 from flashtrain.models.flops import model_flops
+from flashtrain.models.recompute import Recompute
 from flashtrain.training.hardware import choose_precision, peak_flops
 from flashtrain.training.language import LanguageTask, mask_of
 from flashtrain.training.memory import forecast_of
@@ -107,16 +108,27 @@ def make_config(seq_len: int, batch: int, overrides: list[str], dry_run: bool) -
         return build(OmegaConf.to_container(compose("config", [*own, *overrides]), resolve=True))  # type: ignore[arg-type]
 
 
-def train_ours(config: Config, device: torch.device, steps: Steps, vocab: int) -> float:
-    """Train until `steps` has enough; the last loss. The task, the trainer and the meter are those of train.py."""
+def train_ours(
+    config: Config,
+    device: torch.device,
+    steps: Steps,
+    vocab: int,
+    how: Recompute | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+) -> float:
+    """Train until `steps` has enough; the last loss. The task, the trainer and the meter are those of train.py.
+
+    how: what is computed again; None is what the forecast chooses, which refuses a run that it does not see fit.
+    callbacks: called before `steps` is.
+    """
     precision = choose_precision(config.trainer, device)
     torch.manual_seed(fold_seed(config.seed))
     task = LanguageTask(config, vocab)
-    task.model.checkpoint_blocks = forecast_of(config, vocab, precision, device).case.how
+    task.model.checkpoint_blocks = how or forecast_of(config, vocab, precision, device).case.how
     if config.trainer.compile:
         task.compile_model()
     meter = Meter(config, vocab, precision, device, on_row=lambda row: None)
-    trainer = make_trainer(config, device, precision, [meter, _Watch(steps, meter)])
+    trainer = make_trainer(config, device, precision, [meter, *callbacks, _Watch(steps, meter)])
     trainer.fit(task, DataLoader(_Endless(config, vocab), batch_size=None, collate_fn=_as_it_is))
     return float(task.loss)
 
