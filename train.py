@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from flashtrain import sweep
-from flashtrain.config import ConfigError, build
+from flashtrain.config import ConfigError
 from flashtrain.config.command_line import check_overrides
-from flashtrain.config.from_folder import with_folder
-from flashtrain.config.resume import resumed
+from flashtrain.config.composed import configured
+from flashtrain.config.started import check_started, started_processes
 
 ROOT = Path(__file__).resolve().parent
 exit_code = 0
@@ -29,25 +29,29 @@ def main(composed: DictConfig) -> float | None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return sweep.run_job(ROOT / "train.py")
     # Unresolved: what is wrong with a value is told below, with its key.
-    hydra_settings: Any = OmegaConf.to_container(HydraConfig.instance().cfg, resolve=False)
-    arguments = hydra_settings["hydra"]["overrides"]["task"]
+    arguments: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     try:
-        raw: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
-        raw, changes = resumed(raw, arguments) if raw.get("resume") else (with_folder(raw, arguments), [])
-        config = build(raw)
-    except (ConfigError, OmegaConfBaseException) as error:
+        config, changes = configured(composed, arguments, started_processes(os.environ))
+    except ConfigError as error:
         print(error, file=sys.stderr)
         exit_code = 1
         return None
-    from flashtrain.training.run import run  # torch and Lightning are imported here, once the configuration is right
+    # torch and Lightning are imported here, once the configuration is right
+    if config.trainer.devices > 1 and started_processes(os.environ) is None and not config.plan.only:
+        from flashtrain.training.distributed.launch import launch
 
-    exit_code = run(config, changes)
+        exit_code = launch(config, [sys.executable, *sys.argv])
+    else:
+        from flashtrain.training.run import run
+
+        exit_code = run(config, changes)
     return None
 
 
 if __name__ == "__main__":
     try:
         check_overrides(sys.argv[1:], ROOT / "conf")
+        check_started(started_processes(os.environ), sys.argv[1:])
     except ConfigError as error:
         sys.exit(str(error))
     sweep_id = sweep.prepare(sys.argv)

@@ -24,7 +24,9 @@ _MAY_CHANGE = (
     "trainer.accelerator",
     "trainer.checkpoint_every_n_steps",
     "trainer.compile",
+    "trainer.context",
     "trainer.cuda_graph",
+    "trainer.devices",
     "trainer.keep_checkpoints",
     "trainer.log_every_n_steps",
     "trainer.max_steps",
@@ -32,6 +34,8 @@ _MAY_CHANGE = (
     "trainer.micro_batch_tokens",
     "trainer.peak_tflops",
     "trainer.sample_tokens",
+    "trainer.strategy",
+    "trainer.timeout",
     "trainer.val_every_n_steps",
     "trainer.val_tokens",
 )

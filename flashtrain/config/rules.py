@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from flashtrain.config.curriculum_rules import broken_curriculum_rules
+from flashtrain.config.device_rules import broken_device_rules
 from flashtrain.config.layout_rules import broken_layout_rules
 from flashtrain.config.schema import Config, DataConfig, ImagesConfig, ModelConfig, SequencesConfig
 
@@ -21,6 +22,7 @@ def broken_rules(config: Config) -> Iterator[str]:
     yield from _memory(config)
     yield from _length(config)
     yield from broken_layout_rules(config)
+    yield from broken_device_rules(config)
     yield from _classification(config)
     if config.task == "classification":
         yield from broken_curriculum_rules(config)
@@ -36,6 +38,8 @@ def _positive(config: Config) -> Iterator[str]:
         "memory.loss_chunk_tokens": config.memory.loss_chunk_tokens,
         "trainer.max_steps": config.trainer.max_steps,
         "trainer.devices": config.trainer.devices,
+        "trainer.context": config.trainer.context,
+        "trainer.timeout": config.trainer.timeout,
         "trainer.log_every_n_steps": config.trainer.log_every_n_steps,
         "trainer.val_every_n_steps": config.trainer.val_every_n_steps,
         "trainer.checkpoint_every_n_steps": config.trainer.checkpoint_every_n_steps,
@@ -125,14 +129,11 @@ def _data(data: DataConfig) -> Iterator[str]:
 
 
 def _training(config: Config) -> Iterator[str]:
-    trainer = config.trainer
     for key, run_id in (("run_id", config.run_id), ("resume", config.resume)):
         if run_id is not None and not _RUN_ID.fullmatch(run_id):
             yield f"{key}={run_id!r}: letters, digits, '.', '_' and '-', with at most one '/' between two such names"
     if config.run_id is not None and config.resume is not None:
         yield f"run_id={config.run_id!r} with resume={config.resume!r}: a resumed run keeps its id; leave run_id out"
-    if trainer.devices > 1:
-        yield f"trainer.devices={trainer.devices}: only one device can be trained on so far; write 1"
     if config.optimizer.name == "muon" and not (config.optimizer.matrix_lr or 0) > 0:
         yield f"optimizer.matrix_lr={config.optimizer.matrix_lr}: muon needs a rate above 0, such as 0.02"
     if config.optimizer.ema_decay is not None and not 0 < config.optimizer.ema_decay < 1:

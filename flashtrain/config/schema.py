@@ -232,7 +232,7 @@ class ScheduleConfig:
 class MemoryConfig:
     checkpointing: Literal["auto", "none", "selective", "full"]
     loss_chunk_tokens: Size
-    offload: Literal["auto", True, False] = False
+    offload: Literal["auto", True, False] = "auto"
     mlp_chunk_tokens: Size | None = None
     loss: Literal["auto", "chunked", "liger"] = "auto"
 
@@ -265,6 +265,10 @@ class TrainerConfig:
     peak_tflops: float | None
     cuda_graph: Literal["auto", True, False] = "auto"
     val_by_position: bool = False
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    context: int = 1
+    context_method: Literal["ring", "ulysses"] = "ring"
+    timeout: Duration = 45.0
 
 
 @dataclass(frozen=True)
@@ -310,7 +314,13 @@ class Config:
         return max(1, self.trainer.batch_tokens // self.seq_len)
 
     @property
+    def data_shares(self) -> int:
+        """Parts that the sequences of a step are divided into: devices, or groups of them that share each sequence."""
+        return max(1, self.trainer.devices // self.trainer.context)
+
+    @property
     def sequences_per_micro_batch(self) -> int:
-        """The largest divisor of a step's sequences that keeps within `trainer.micro_batch_tokens`."""
-        most = max(1, self.trainer.micro_batch_tokens // self.seq_len)
-        return max(n for n in range(1, min(most, self.sequences_per_step) + 1) if self.sequences_per_step % n == 0)
+        """The largest divisor of a share's sequences that keeps within `trainer.micro_batch_tokens` a device."""
+        most = max(1, self.trainer.micro_batch_tokens * self.trainer.context // self.seq_len)
+        share = max(1, self.sequences_per_step // self.data_shares)
+        return max(n for n in range(1, min(most, share) + 1) if share % n == 0)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from flashtrain.data.hiding import Hiding
-from flashtrain.data.order import shuffled_many
+from flashtrain.data.order import WHOLE, Share, shuffled_many
 from flashtrain.data.pathfinder import PathfinderSpec, generate
 
 
@@ -134,6 +134,7 @@ class ImageSteps:
         flips: mirror and turn images by quarters, each of the eight ways with equal odds.
         brightness: factors between which the grey levels of an image are scaled; (1, 1) leaves them.
         hiding: what of each image is hidden; None hides nothing.
+        share: of each step's images; shares have equally many.
     """
 
     def __init__(
@@ -145,14 +146,20 @@ class ImageSteps:
         flips: bool,
         brightness: tuple[float, float],
         hiding: Hiding | None = None,
+        share: Share = WHOLE,
     ) -> None:
         self.source = source
         self.images_per_step, self.images_per_micro_batch = images_per_step, images_per_micro_batch
         self.seed, self.flips, self.brightness, self.hiding = seed, flips, brightness, hiding
+        self.rank, self.share_of_step = share[0], images_per_step // share[1]
+
+    def first(self, step: int) -> int:
+        """Global position of the share's first image in optimiser step ``step`` (from 0)."""
+        return step * self.images_per_step + self.rank * self.share_of_step
 
     def indices(self, step: int) -> np.ndarray:
-        """Numbers of the images of optimiser step ``step`` (from 0), int64 [images_per_step]."""
-        positions = np.arange(step * self.images_per_step, (step + 1) * self.images_per_step)
+        """Numbers of the share's images in optimiser step ``step`` (from 0), int64 [images of the share]."""
+        positions = np.arange(self.first(step), self.first(step) + self.share_of_step)
         length = self.source.length
         if length is None:
             return positions
@@ -164,7 +171,7 @@ class ImageSteps:
 
     def batches(self, step: int) -> list[ImageBatch]:
         """The micro-batches of optimiser step ``step``."""
-        found, first = self.source.read(self.indices(step)), step * self.images_per_step
+        found, first = self.source.read(self.indices(step)), self.first(step)
         images, targets = np.array(found.images), None if found.targets is None else np.array(found.targets)
         hidden: list[np.ndarray] | None = None if self.hiding is None else []
         for i in range(len(images)):

@@ -10,6 +10,10 @@ import hashlib
 
 import numpy as np
 
+# Which part of each step's samples is meant, and how many equal parts there are: what one of several processes takes.
+Share = tuple[int, int]
+WHOLE: Share = (0, 1)
+
 _ROUNDS = 8
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashtrain.data.order import shuffled_many
+from flashtrain.data.order import WHOLE, Share, shuffled_many
 
 PARTS = ("train", "val", "test")
 
@@ -109,13 +109,23 @@ class SequenceSet:
 class SequenceSteps:
     """The micro-batches of each optimiser step: every epoch a permutation of its own, computed from seed and step."""
 
-    def __init__(self, source: SequenceSet, per_step: int, per_micro_batch: int, seq_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        source: SequenceSet,
+        per_step: int,
+        per_micro_batch: int,
+        seq_len: int,
+        seed: int,
+        share: Share = WHOLE,
+    ) -> None:
         self.source, self.per_step, self.per_micro_batch = source, per_step, per_micro_batch
-        self.seq_len, self.seed = seq_len, seed
+        self.seq_len, self.seed, self.share = seq_len, seed, share
 
     def batches(self, step: int) -> list[SequenceBatch]:
-        """The micro-batches of optimiser step `step` (from 0)."""
-        positions = np.arange(step * self.per_step, (step + 1) * self.per_step)
+        """The share's micro-batches of optimiser step `step` (from 0)."""
+        rank, count = self.share[0], self.per_step // self.share[1]
+        first = step * self.per_step + rank * count
+        positions = np.arange(first, first + count)
         epochs, places = np.divmod(positions, self.source.length)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch

@@ -23,16 +23,19 @@ class WithRecall:
         batches_of: the micro-batches of an optimiser step.
         share: of the rows that are replaced, 0 to 1, on average.
         seed: of the choice of rows and of the tasks.
+        rank: which share of a step `batches_of` gives; all shares have equally many micro-batches.
     """
 
     batches_of: Callable[[int], list[Batch]]
     tokenizer: Tokenizer
     share: float
     seed: int
+    rank: int = 0
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of optimiser step `step`."""
-        return [self._mixed(batch, step, number) for number, batch in enumerate(self.batches_of(step))]
+        batches = self.batches_of(step)
+        return [self._mixed(batch, step, number) for number, batch in enumerate(batches, self.rank * len(batches))]
 
     def _mixed(self, batch: Batch, step: int, number: int) -> Batch:
         draw = np.random.default_rng((self.seed, step, number))

@@ -135,6 +135,12 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk_tokens: int
     return torch.cat([function(piece[None]) for piece in pieces], dim=1).view_as(x)
 
 
+def also_keep(operator: Any) -> None:
+    """Let `selective` keep the results of another operator that computes attention."""
+    if operator not in _ATTENTION:
+        _ATTENTION.append(operator)
+
+
 def _full(block: nn.Module, *inputs: Any) -> Tensor:
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=True)
 

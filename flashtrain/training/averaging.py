@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from flashtrain.training.distributed.replicas import divided_like, own_part, put_away
+
 
 class AveragedWeights:
     """Exponential mean of a model's parameters over the optimiser steps.
@@ -18,6 +20,7 @@ class AveragedWeights:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.model = model
         self.names = list(named)
         self.parameters: list[Tensor] = list(named.values())
         self.decay = decay
@@ -67,8 +70,9 @@ class AveragedWeights:
         """Go on from a stored state; `begin` takes it to the model's device, where Lightning brings the model later."""
         if state:
             pairs = zip(self.names, self.parameters, strict=True)
-            self.mean = [state[name].to(parameter.dtype) for name, parameter in pairs]
+            self.mean = [divided_like(state[name].to(parameter.dtype), parameter) for name, parameter in pairs]
 
     @torch.no_grad()
     def _copy(self, source: list[Tensor]) -> None:
-        torch._foreach_copy_(self.parameters, source)
+        put_away(self.model)
+        torch._foreach_copy_([own_part(p) for p in self.parameters], [own_part(tensor) for tensor in source])

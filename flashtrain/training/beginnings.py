@@ -24,12 +24,13 @@ def is_anew(progress: Progress, step: int) -> bool:
     return progress.stage == 0 and progress.failed_here > 0 and step == progress.first_step
 
 
-def prepare_beginning(task: Task, config: Config, start: ckpt.Start, folder: Path) -> None:
+def prepare_beginning(task: Task, config: Config, start: ckpt.Start, folder: Path, keeps: bool = True) -> None:
     """Let `task` begin as its stage does, if no step of it has been done yet; `config` is the run's.
 
     A further attempt takes the weights that the first one had: the task's own, new ones in the first stage, and those
-    of the stage before in a later one. The first attempt at a stage with a restart rule keeps them in `folder`. After
-    pretraining the optimiser begins anew, with the running mean of the weights where the run keeps one.
+    of the stage before in a later one. The first attempt at a stage with a restart rule keeps them in `folder`, of
+    several processes the one that `keeps`. After pretraining the optimiser begins anew, with the running mean of the
+    weights where the run keeps one.
     """
     progress = start.progress
     if start.step != progress.first_step:
@@ -45,7 +46,7 @@ def prepare_beginning(task: Task, config: Config, start: ckpt.Start, folder: Pat
         origin = ckpt.load(kept)
     else:
         origin = start.content
-        if stage.restart is not None:
+        if stage.restart is not None and keeps:
             _keep(start.path, kept)
     if stage.pretrain != before.pretrain:
         task.at_load = lambda checkpoint: _take(checkpoint, _shared(task, origin))

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from flashtrain.config import Config, to_dict
 from flashtrain.interchange.stored import KIND, existing, load, newest, weights_of
 from flashtrain.training.curriculum import Progress
+from flashtrain.training.distributed.processes import ALONE, Processes, lost_a_process
 
 __all__ = [
     "Checkpoints",
@@ -40,12 +42,21 @@ class Identity:
 class Checkpoints(pl.Callback):
     """Saves every n steps and when asked to; keeps the newest `keep`."""
 
-    def __init__(self, folder: Path, every_n_steps: int, keep: int, config: Config, identity: Identity) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        every_n_steps: int,
+        keep: int,
+        config: Config,
+        identity: Identity,
+        processes: Processes = ALONE,
+    ) -> None:
         self.folder = folder
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.config = config
         self.identity = identity
+        self.processes = processes
         self.saved_step: int | None = None
         self.progress = Progress()
         self._owes_validation = False
@@ -72,14 +83,20 @@ class Checkpoints(pl.Callback):
         path = self.folder / f"step-{step:08d}.ckpt"
         if self.saved_step == step:
             return path
-        self.folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".partial")
+        if not self.processes.is_first:
+            self.saved_step = step
+            trainer.save_checkpoint(temporary)  # its part of it; the first process writes
+            return path
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
             trainer.save_checkpoint(temporary)
             _flush(temporary)
             temporary.replace(path)
         except (OSError, RuntimeError) as error:  # torch wraps a full disk in a RuntimeError
             temporary.unlink(missing_ok=True)
+            if isinstance(error, torch.OutOfMemoryError) or lost_a_process(error):
+                raise
             free = shutil.disk_usage(self.folder).free / 2**20
             raise OSError(
                 f"could not save the checkpoint {path} ({error}); {free:.0f} MiB are free there. "

@@ -20,6 +20,7 @@ from flashtrain.config import Config, format_size, to_dict
 from flashtrain.config.schema import ClassifierConfig, ImagesConfig
 from flashtrain.data.image_set import ImageSet, open_npz
 from flashtrain.data.images import FreshPathfinder, ImageBatch, ImageSource, ImageSteps, StoredImages, held_out_batches
+from flashtrain.data.order import WHOLE, Share
 from flashtrain.data.pathfinder import PathfinderSpec, prepare, spec_of
 from flashtrain.data.release import open_release
 from flashtrain.models.classifier import Classifier
@@ -74,10 +75,10 @@ class ClassificationWork:
         ValueError: settings of the images that cannot be, or a seq_len that is not the number of their pixels.
     """
 
-    def __init__(self, config: Config, run_config: Config | None = None) -> None:
+    def __init__(self, config: Config, run_config: Config | None = None, share: Share = WHOLE) -> None:
         assert config.classifier is not None and config.images is not None
         self.config, self.classifier, self.images = config, config.classifier, config.images
-        self.run_config = run_config or config
+        self.run_config, self.share = run_config or config, share
         check_hiding(self.run_config)
         self.hiding = hiding_of(config.pretrain, math.isqrt(config.seq_len))
         self.train: ImageSource
@@ -107,7 +108,7 @@ class ClassificationWork:
         """Yields the micro-batches of step `first_step`, then of the next, without end."""
         steps = ImageSteps(
             self.train, self.config.sequences_per_step, self.config.sequences_per_micro_batch, self.config.seed,
-            self.images.flips, self.images.brightness, self.hiding,
+            self.images.flips, self.images.brightness, self.hiding, self.share,
         )  # fmt: skip
         return step_loader(steps.batches, first_step, self.images.num_workers)
 

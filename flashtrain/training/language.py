@@ -22,6 +22,8 @@ from flashtrain.models.gpt import GPT
 from flashtrain.models.loss import cross_entropy_sum
 from flashtrain.models.token_losses import token_losses
 from flashtrain.training.by_position import LossByPosition
+from flashtrain.training.distributed.context import SharedSequences
+from flashtrain.training.distributed.processes import ALONE, Processes
 from flashtrain.training.task import Task, fold_seed
 from flashtrain.training.text import TextData
 from flashtrain.training.visibility import LayerMasks, Plans, visible_pairs
@@ -34,13 +36,19 @@ class LanguageTask(Task):
 
     model: GPT
 
-    def __init__(self, config: Config, vocab_size: int) -> None:
-        attend = functools.partial(attention, backend=config.attention.backend)
+    def __init__(self, config: Config, vocab_size: int, processes: Processes = ALONE) -> None:
+        trainer, backend = config.trainer, config.attention.backend
+        # Where several processes share each sequence, what this one has of it.
+        self.shared = SharedSequences(processes, trainer.context_method, backend) if processes.context > 1 else None
+        attend = functools.partial(attention, backend=backend) if self.shared is None else self.shared.attend
         super().__init__(config, GPT(config.model, vocab_size, config.seq_len, attend))
         self.head_size = vocab_size
         self.masks = LayerMasks(config, mask_of(config), positional=True)
         # Collects the losses of a validation by position, where the run wants them.
         self.by_position: LossByPosition | None = None
+
+    def to_device(self, batch: Any, into: Any = None) -> Any:
+        return super().to_device(batch if self.shared is None else self.shared.own(batch), into)
 
     def loss_sum(self, batch: Batch) -> Tensor:
         hidden = self._hidden(batch)
@@ -67,7 +75,9 @@ class LanguageTask(Task):
         """What each token of the batch may attend to, lowered once for all layers or for those of one layout."""
         rows, seq_len = batch.tokens.shape
         documents = None if batch.documents is None else Documents(batch.documents)
-        return self.masks.lower(rows, seq_len, self.device, documents)
+        if self.shared is None:
+            return self.masks.lower(rows, seq_len, self.device, documents)
+        return self.masks.lower(rows, seq_len * self.shared.parts, self.device, documents, self.shared.lower)
 
     def plan_for(self, queries: int, keys: int) -> Plans:
         """The plan of one sequence's last `queries` tokens, for sampling."""
@@ -79,9 +89,9 @@ class LanguageTask(Task):
 class LanguageWork:
     """What a language-model run has of its own: text, model, samples, and the trigram table at its end."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.text = TextData(config)
+    def __init__(self, config: Config, processes: Processes = ALONE) -> None:
+        self.config, self.processes = config, processes
+        self.text = TextData(config, processes.share)
         self.identity = self.text.identity
         self.task: LanguageTask
 
@@ -94,7 +104,7 @@ class LanguageWork:
                 f"model.vocab_size={rows}: tokenizer {self.text.tokenizer.name!r} has {ids} ids; write {ids} or more, "
                 "or take the tokenizer that the model was trained with"
             )
-        self.task = LanguageTask(self.config, rows or ids)
+        self.task = LanguageTask(self.config, rows or ids, self.processes)
         return self.task
 
     def train_loader(self, first_step: int) -> DataLoader[list[Batch]]:
@@ -107,7 +117,9 @@ class LanguageWork:
         figures = self.task.validate(self.text.validation(last))
         if figures is not None:
             figures["val_perplexity"] = perplexity(figures["val_loss"])
-            figures |= {} if bins is None else bins.figures()
+            if bins is not None:
+                self.task.replicas.total(bins.sums)
+                figures |= bins.figures()
         return figures
 
     def facts(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Loop(pl.Callback):
         assert isinstance(module, Task)
         settings, step = self.config.trainer, trainer.global_step
         last = step >= settings.max_steps
-        out_of_time = self.deadline.passed
+        (out_of_time,) = self.preemption.agree(self.deadline.passed)
         after = what_follows(self.config, self.progress, step, None)
         if not module.unfinished:
             self.meter.step_done(step, module)
@@ -130,6 +130,7 @@ class Loop(pl.Callback):
         self.meter.flush()
         if figures is not None:
             self.sample(step)
+        self.preemption.processes.meet()
         self.meter.start_interval()
         return figures
 
@@ -137,6 +138,7 @@ class Loop(pl.Callback):
         self.meter.check_finite()  # a step that was not finite must not count as done in a checkpoint
         self.meter.flush()
         self.checkpoints.save(trainer, self.owes_validation)
+        self.preemption.processes.meet()
         self.meter.start_interval()
 
     def _reason_to_end(self, after: Progress | None, last: bool) -> str | None:

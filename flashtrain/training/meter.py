@@ -21,6 +21,7 @@ from torch import Tensor
 from flashtrain.config import Config
 from flashtrain.models.flops import model_flops
 from flashtrain.training.curriculum import Progress
+from flashtrain.training.distributed.processes import ALONE, Processes
 from flashtrain.training.hardware import peak_flops, peak_memory_gib
 from flashtrain.training.task import Task
 
@@ -83,7 +84,8 @@ class Meter(pl.Callback):
 
     MFU is model FLOPs a second over the device's dense peak. The FLOPs are `models.flops.model_flops` (3 x forward)
     with attention counted for the visible pairs of each layer only: a causal mask counts half of the square, a window
-    its band, a block layout its blocks.
+    its band, a block layout its blocks. Of several processes: tokens of all of them together, MFU of a device, and the
+    memory of the one that holds most.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class Meter(pl.Callback):
         device: torch.device,
         on_row: Callable[[Row], None],
         progress: Progress | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         self.config = config
+        self.processes = processes
         self.progress = progress or Progress()
         self.head_size = head_size
         self.device = device
@@ -183,7 +187,7 @@ class Meter(pl.Callback):
             "step": step,
             "tokens": self._tokens_at(step),
             "lr": task.lr,
-            "peak_memory_gib": peak_memory_gib(self.device),
+            "peak_memory_gib": self.processes.most(peak_memory_gib(self.device))[0],
         }
         end = _Clock.now(self.device)
         self.flush(wait=False)
@@ -198,7 +202,7 @@ class Meter(pl.Callback):
         config, sequences = self.config, pending.sequences
         rate = sequences * config.seq_len / seconds
         flops = sequences * model_flops(config.model, self.head_size, config.seq_len, pairs / sequences).training
-        mfu = None if self.peak is None else flops / seconds / self.peak
+        mfu = None if self.peak is None else flops / seconds / (self.peak * self.processes.size)
         self._rates.append((rate, mfu))
         row = {**pending.row, "train_loss": loss, "grad_norm": grad_norm, "tokens_per_second": rate, "mfu": mfu}
         self.last_row = {**row, **pending.extra}

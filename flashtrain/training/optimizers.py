@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flashtrain.config.schema import OptimizerConfig
 from flashtrain.models.gpt import Attention, Block
@@ -87,6 +88,8 @@ def clip_gradients(parameters: Iterable[Tensor], clip_norm: float | None) -> Ten
     """Scale the gradients down to `clip_norm`; returns their norm before that, float32, without a synchronisation."""
     with_gradient = [p for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None], foreach=None)
+    if isinstance(norm, DTensor):  # of gradients that are divided among processes: the norm of all of them
+        norm = norm.full_tensor()
     if clip_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(with_gradient, clip_norm, norm)
     return norm

@@ -8,6 +8,8 @@ from types import FrameType
 
 import lightning.pytorch as pl
 
+from flashtrain.training.distributed.processes import ALONE, Processes
+
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -15,15 +17,34 @@ class Preemption(pl.Callback):
     """Turns the first signal into a flag that the training loop reads; a second one ends the process at once.
 
     Nothing is done inside the handler: it may interrupt a backward pass or a write.
+
+    Attributes:
+        signal: the one that ends the run, the same for all processes from the moment they `agree` on it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes = ALONE) -> None:
+        self.processes = processes
         self.signal: signal.Signals | None = None
+        self._own: signal.Signals | None = None
         self._previous: dict[signal.Signals, object] = {}
 
     @property
     def requested(self) -> bool:
+        if self.processes.size == 1:
+            self.signal = self._own
         return self.signal is not None
+
+    def asked(self) -> bool:
+        """Whether any process was asked to stop. All ask this at the same time."""
+        self.agree()
+        return self.requested
+
+    def agree(self, *more: bool) -> list[bool]:
+        """Ask all processes for signals, and whether any of them says yes to `more`. All call it in the same order."""
+        own = self.signal or self._own
+        number, *answers = self.processes.most(0 if own is None else own.value, *more)
+        self.signal = signal.Signals(int(number)) if number else None
+        return [bool(answer) for answer in answers]
 
     @property
     def exit_code(self) -> int:
@@ -43,6 +64,6 @@ class Preemption(pl.Callback):
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self._own is not None:
             os._exit(EXIT_CODES[signal.Signals(number)])
-        self.signal = signal.Signals(number)
+        self._own = signal.Signals(number)

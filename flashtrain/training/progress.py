@@ -14,23 +14,30 @@ logger = logging.getLogger("flashtrain")
 
 
 class Display:
-    """The one place that writes to the terminal; everything also goes to train.log."""
+    """The one place that writes to the terminal; everything also goes to train.log.
 
-    def __init__(self, log_file: Path, max_steps: int) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+    rank: of several processes only the first shows a run; the others tell what went wrong with them.
+    """
+
+    def __init__(self, log_file: Path, max_steps: int, rank: int = 0) -> None:
+        self.console = Console(highlight=False, soft_wrap=True, stderr=rank > 0)
         self.max_steps = max_steps
+        self.rank = rank
+        name = f"rank {rank}: " if rank else ""
         self._file = logging.FileHandler(log_file)
-        self._file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self._file.setFormatter(logging.Formatter(f"%(asctime)s {name}%(message)s"))
         self._screen = _ScreenHandler(self)
         self._screen.setLevel(logging.INFO)  # tracebacks of what is told in a line go to the file only
         for handler in (self._file, self._screen):
+            if rank:
+                handler.setLevel(logging.ERROR)
             logger.addHandler(handler)
         logger.setLevel(logging.DEBUG)
         logger.propagate = False
         self._progress: Progress | None = None
 
     def start(self, step: int) -> None:
-        if not self.console.is_terminal:
+        if not self.console.is_terminal or self.rank:
             return
         self._progress = Progress(
             TextColumn("training"),
@@ -81,7 +88,8 @@ class _ScreenHandler(logging.Handler):
         self._display = display
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._display.console.print(record.getMessage(), markup=False)
+        rank = self._display.rank
+        self._display.console.print((f"rank {rank}: " if rank else "") + record.getMessage(), markup=False)
 
 
 def describe(row: Mapping[str, float | int | None]) -> str:

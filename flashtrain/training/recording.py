@@ -112,6 +112,8 @@ def why_not_recorded(task: Task, config: Config, device: torch.device) -> str | 
     """Why a step of `task` cannot be recorded, with the way out, or None if it can."""
     if device.type != "cuda":
         return f"a CUDA graph needs a GPU and the run is on {device.type}; train there"
+    if config.trainer.devices > 1:
+        return "several devices share a step; write trainer.devices=1"
     if not task.ALL_ALIKE:
         return f"with task={config.task} the masks differ from step to step"
     if config.sequences_per_micro_batch < config.sequences_per_step:

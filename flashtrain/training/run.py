@@ -6,21 +6,21 @@ import contextlib
 import logging
 import os
 import traceback
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from flashtrain.config import Config
+from flashtrain.config.started import is_first_started
 from flashtrain.training import checkpoints as ckpt
 from flashtrain.training.attention_report import AttentionReport
 from flashtrain.training.beginnings import is_anew, prepare_beginning
-from flashtrain.training.classification import ClassificationWork
 from flashtrain.training.curriculum import Progress, attempts, check_attempts, describe, stage_config
+from flashtrain.training.distributed.processes import Processes, join, record_failure
+from flashtrain.training.distributed.replicas import Replicas
 from flashtrain.training.forecast import Forecast
 from flashtrain.training.hardware import choose_device, choose_precision, device_name, peak_memory_gib
-from flashtrain.training.language import LanguageWork
 from flashtrain.training.loop import Deadline, Loop, StageOver
 from flashtrain.training.memory import forecast, memory_line, out_of_memory, show_plan
 from flashtrain.training.meter import Diverged, Meter, Row
@@ -28,7 +28,7 @@ from flashtrain.training.preemption import Preemption
 from flashtrain.training.progress import Display, complain
 from flashtrain.training.recording import choose_launching
 from flashtrain.training.run_folder import RunFolder, git_commit
-from flashtrain.training.sequence_task import SequenceWork
+from flashtrain.training.run_parts import Work, make_trainer, open_folder, work_of
 from flashtrain.training.task import fold_seed
 from flashtrain.training.trackers import Tracker, build_trackers
 from flashtrain.training.visibility import visible_pairs
@@ -44,50 +44,39 @@ def run(config: Config, changes: list[str]) -> int:
         The exit code: 0 finished, 143 after SIGTERM, 130 after Ctrl-C, 1 otherwise.
     """
     if config.plan.only:
-        return show_plan(config)
+        return show_plan(config) if is_first_started(os.environ) else 0
     try:
-        folder = RunFolder.reopen(config.runs_dir, config.resume) if config.resume else RunFolder.create(config)
+        processes = join(config)
+        folder = open_folder(config, processes)
     except ValueError as error:
         complain(str(error))
         return 1
-    if config.resume:
-        folder.write_config(config)
-    display = Display(folder.log, config.trainer.max_steps)
-    this = _Run(config, folder, display)
+    display = Display(folder.log, config.trainer.max_steps, processes.rank)
+    this = _Run(config, folder, display, processes)
     try:
         for change in changes:
             logger.info("changed on resume: %s", change)
         this.prepare()
         this.train()
-    except Diverged as error:
-        this.status, this.exit_code = "diverged", 1
-        logger.error("%s", error)
     except KeyboardInterrupt:
         this.status, this.exit_code = "stopped", 130
-    except torch.OutOfMemoryError as error:
-        this.exit_code = 1
-        for line in out_of_memory(error, this.forecast, this.place):
-            logger.error("%s", line)
-    except (ValueError, OSError) as error:
-        this.exit_code = 1
-        logger.error("%s", error)
-        logger.debug("%s", traceback.format_exc())
-    except Exception:
-        this.exit_code = 1
-        logger.error("%s", traceback.format_exc())
+    except Exception as error:
+        this.fail(error)
     finally:
         this.finish()
         display.close()
+    processes.leave(together=this.complete)
     return this.exit_code
 
 
 class _Run:
     """The parts of one run, put together."""
 
-    def __init__(self, config: Config, folder: RunFolder, display: Display) -> None:
-        self.config, self.folder, self.display = config, folder, display
+    def __init__(self, config: Config, folder: RunFolder, display: Display, processes: Processes) -> None:
+        self.config, self.folder, self.display, self.processes = config, folder, display, processes
         self.device: torch.device | None = None
         self.status, self.exit_code = "failed", 1
+        self.complete = False  # all processes came to the end of the training
         self.trackers: list[Tracker] = []
         self.meter: Meter | None = None
         self.loop: Loop | None = None
@@ -98,7 +87,7 @@ class _Run:
         self.progress = Progress()
         self.launched = ""
         self.forecast: Forecast | None = None
-        self.work: LanguageWork | ClassificationWork | SequenceWork
+        self.work: Work
 
     def prepare(self) -> None:
         """Everything that can go wrong before the first step."""
@@ -125,7 +114,7 @@ class _Run:
         assert device is not None
         self.progress = start.progress if start else Progress()
         check_attempts(config, self.progress)
-        self.work = _work_of(stage_config(config, self.progress), config)
+        self.work = work_of(stage_config(config, self.progress), config, self.processes)
         if start is not None:
             ckpt.check_identity(start.path, start.content, self.work.identity)
         torch.manual_seed(fold_seed(self.work.config.seed))
@@ -134,19 +123,22 @@ class _Run:
             warm_start(task.model, config.model.init_from, config.runs_dir)
         task.progress = self.progress
         if start is not None:
-            prepare_beginning(task, config, start, self.folder.checkpoints)
+            prepare_beginning(task, config, start, self.folder.checkpoints, keeps=self.processes.is_first)
         seq_len, head_size = self.work.config.seq_len, task.head_size
         pairs = float(visible_pairs(task.masks.lower(1, seq_len, device)))
         self.forecast = forecast(self.work.config, head_size, self.precision, device, pairs)
         task.model.checkpoint_blocks = self.forecast.case.how
+        task.join(Replicas(self.processes, config.trainer.strategy), device)
         self.launched = choose_launching(task, self.work.config, device)
         return AttentionReport(task.masks, self.precision, device)
 
     def train(self) -> None:
         """All stages, one fit each, and what comes at the end."""
         config, here = self.config, self.resume_from
-        self.trackers = build_trackers(config, self.folder, (here.step if here else 0) if config.resume else None)
-        preemption, deadline = Preemption(), Deadline(config.trainer.max_time)
+        self.processes.meet()
+        if self.processes.is_first:
+            self.trackers = build_trackers(config, self.folder, (here.step if here else 0) if config.resume else None)
+        preemption, deadline = Preemption(self.processes), Deadline(config.trainer.max_time)
         try:
             while self._fit(here, preemption, deadline) == "stage":
                 here = self._checkpoint(resuming=True)
@@ -157,29 +149,34 @@ class _Run:
         assert self.loop is not None
         self.status = "stopped" if preemption.requested else "finished"
         self.exit_code = preemption.exit_code
-        if self.status == "finished":
+        if self.status == "finished" and self.processes.is_first:
             self.facts |= self.work.at_end(self.loop.figures)
+        self.complete = True
 
     def _fit(self, start: ckpt.Start | None, preemption: Preemption, deadline: Deadline) -> str | None:
         """Train in the present stage until it ends; returns why it did."""
         config, trainer_config = self.work.config, self.config.trainer
         assert self.device is not None
-        self.meter = Meter(config, self.task.head_size, self.precision, self.device, self._row, self.progress)
+        self.meter = Meter(
+            config, self.task.head_size, self.precision, self.device, self._row, self.progress, self.processes
+        )
         saver = self.saver = ckpt.Checkpoints(
             self.folder.checkpoints,
             trainer_config.checkpoint_every_n_steps,
             trainer_config.keep_checkpoints,
             self.config,
             self.work.identity,
+            self.processes,
         )
         saver.progress = self.progress
-        self.task.give_up = lambda: preemption.requested
+        self.task.give_up = preemption.asked
         self.display.max_steps = config.trainer.max_steps
         self.loop = Loop(
             config, self.meter, saver, preemption, self.display, self.work.validate, self._sample,
             start.owes_validation if start else False, deadline, self.progress,
         )  # fmt: skip
-        self.trainer = make_trainer(config, self.device, self.precision, [preemption, self.meter, saver, self.loop])
+        callbacks = [preemption, self.meter, saver, self.loop]
+        self.trainer = make_trainer(config, self.device, self.precision, callbacks, self.processes)
         with contextlib.suppress(StageOver):
             self.trainer.fit(
                 self.task,
@@ -199,7 +196,9 @@ class _Run:
             logger.info("%s", line)
 
     def finish(self) -> None:
-        """Write the summary and close the trackers, whatever happened."""
+        """Write the summary and close the trackers, whatever happened; of several processes the first does."""
+        if not self.processes.is_first:
+            return
         row = self.meter.last_row if self.meter else {}
         step = self.trainer.global_step if self.trainer else self.resume_from.step if self.resume_from else 0
         config = stage_config(self.config, self.progress)
@@ -227,6 +226,28 @@ class _Run:
         logger.info("%s after %d steps: %s", self.status, step, self.folder.path)
         if self.status == "stopped":
             logger.info("go on with: python train.py resume=%s", self.folder.run_id)
+
+    def fail(self, error: Exception) -> None:
+        """Say what ended the run, and leave it where those who watch this process look for what failed."""
+        self.exit_code = 1
+        lost = None
+        if isinstance(error, Diverged):
+            self.status, lines = "diverged", [str(error)]
+        elif isinstance(error, torch.OutOfMemoryError):
+            lines = out_of_memory(error, self.forecast, self.place)
+        elif isinstance(error, ValueError | OSError):
+            lines = [str(error)]
+        elif lost := self.processes.loss_behind(error):
+            lines = [lost]
+        else:
+            lines = [traceback.format_exc()]
+        if not self.processes.first_tells(lines[0]):
+            for line in lines:
+                logger.error("%s", line)
+        if isinstance(error, ValueError | OSError) or lost:
+            logger.debug("%s", traceback.format_exc())
+        if not lost:  # it is another one that failed
+            record_failure(error)
 
     @property
     def place(self) -> str:
@@ -265,6 +286,8 @@ class _Run:
         return lines
 
     def _row(self, row: Row) -> None:
+        if not self.processes.is_first:
+            return
         for tracker in self.trackers:
             tracker.log(row)
         self.display.row(row)
@@ -276,33 +299,3 @@ class _Run:
         logger.info("%s at step %d:\n%s", name, step, text)
         for tracker in self.trackers:
             tracker.log_text(step, name, text)
-
-
-def _work_of(config: Config, run_config: Config) -> LanguageWork | ClassificationWork | SequenceWork:
-    """What the run trains on, and for what; `config` is that of the present stage."""
-    if config.task == "language":
-        return LanguageWork(config)
-    return ClassificationWork(config, run_config) if config.sequences is None else SequenceWork(config)
-
-
-def make_trainer(config: Config, device: torch.device, precision: str, callbacks: list[pl.Callback]) -> pl.Trainer:
-    """Lightning's loop with everything that it would do by itself and we do better switched off."""
-    warnings.filterwarnings("ignore", module="lightning.*")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    if config.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return pl.Trainer(
-        accelerator=device.type,
-        devices=1,
-        precision=precision,  # type: ignore[arg-type]
-        max_steps=config.trainer.max_steps,
-        max_epochs=-1,
-        deterministic=config.trainer.deterministic,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-    )

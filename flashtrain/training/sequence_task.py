@@ -16,6 +16,7 @@ from flashtrain.attention import Documents, Full, attention
 from flashtrain.config import Config, format_size
 from flashtrain.config.schema import ClassifierConfig
 from flashtrain.data.lra import CLASSES, VOCABULARY, open_task
+from flashtrain.data.order import WHOLE, Share
 from flashtrain.data.sequences import SequenceBatch, SequenceSteps, held_out_sequences
 from flashtrain.models.classifier import Classifier
 from flashtrain.models.pair_classifier import PairClassifier
@@ -65,8 +66,9 @@ class SequenceWork:
         ValueError: data that are missing, or a number of classes that is not theirs.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, share: Share = WHOLE) -> None:
         assert config.classifier is not None and config.sequences is not None
+        self.share = share
         self.config, self.classifier, self.sequences = config, config.classifier, config.sequences
         source = self.sequences.source
         if self.classifier.num_classes != CLASSES[source]:
@@ -102,6 +104,7 @@ class SequenceWork:
             config.sequences_per_micro_batch,
             config.seq_len,
             config.seed,
+            self.share,
         )
         return step_loader(steps.batches, first_step, self.sequences.num_workers)
 

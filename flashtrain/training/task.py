@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flashtrain.config import Config
 from flashtrain.models.recompute import Recompute, compile_blocks
 from flashtrain.training.averaging import AveragedWeights
 from flashtrain.training.curriculum import Progress
+from flashtrain.training.distributed.replicas import Replicas
 from flashtrain.training.optimizers import (
     allow_recording,
     build_optimizer,
@@ -55,7 +56,7 @@ class Task(pl.LightningModule, ABC):
 
     Attributes that callbacks read after a step: `loss` (mean over the step's targets), `grad_norm`, `finite` (device
     scalars), `lr`, `visible_pairs` (of the whole step, a head's mean over layers; on the device where only that knows
-    them), `unfinished` (the step was given up half-way).
+    them), `unfinished` (the step was given up half-way). They are those of all processes together.
     """
 
     # What `measure` sums up, in order.
@@ -75,6 +76,11 @@ class Task(pl.LightningModule, ABC):
         # Not registered as a submodule: the state's names stay those of the plain model.
         self._forward: tuple[Callable[..., Any]] = (model,)
         self.give_up: Callable[[], bool] = lambda: False
+        # The run's processes; where each has the whole model, what gives `loss_sum` and makes them sum its gradients.
+        self.replicas = Replicas()
+        self._replicated: tuple[nn.Module, ...] = ()
+        # Where others may be compiling, they are waited for longer: in the first two steps and the first validation.
+        self._steps_here, self._validated_here = 0, False
         self.progress = Progress()
         # Makes of a checkpoint what the task begins with, in place.
         self.at_load: Callable[[dict[str, Any]], None] | None = None
@@ -83,8 +89,7 @@ class Task(pl.LightningModule, ABC):
         self.visible_pairs: float | Tensor = 0.0
         # Repeats the step's work on the device instead of launching it anew; None where it is launched.
         self.recorded: RecordedStep | None = None
-        decay = config.optimizer.ema_decay
-        self.average = None if decay is None else AveragedWeights(model, decay)
+        self.average = self._averaged_weights()
 
     @abstractmethod
     def loss_sum(self, batch: Any) -> Tensor:
@@ -95,12 +100,35 @@ class Task(pl.LightningModule, ABC):
         return self.loss_sum(batch)[None]
 
     def compile_model(self) -> None:
-        """Compile the forward pass, as one graph or block by block; attention is one node in it."""
+        """Compile the forward pass, as one graph or block by block; attention is one node in it.
+
+        Of a divided model the parts of each block, between which its weights come and go.
+        """
         how = Recompute.of(self.model.checkpoint_blocks)
+        if self.replicas.sharded:
+            for block in self.model.blocks:
+                for name in ("attention", "mlp"):
+                    block.get_submodule(name).compile(fullgraph=True, dynamic=False)
+            return
         if how == Recompute():
             self._forward = (torch.compile(self.model, fullgraph=True, dynamic=False),)
         else:
             self.model.checkpoint_blocks = compile_blocks(self.model.blocks, how)
+
+    def join(self, replicas: Replicas, device: torch.device) -> None:
+        """Train together with others: the model's weights may become this process's part of them, on `device`."""
+        self.replicas = replicas
+        if replicas.sharded:
+            replicas.shard(self.model, self.model.blocks, device)
+            self.average = self._averaged_weights()
+
+    def _averaged_weights(self) -> AveragedWeights | None:
+        decay = self.config.optimizer.ema_decay
+        return None if decay is None else AveragedWeights(self.model, decay)
+
+    def on_train_start(self) -> None:
+        if self.replicas.replicated:
+            self._replicated = (self.replicas.replicate(_Loss(self), find_unused=self.config.task != "language"),)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.model, self.config.optimizer)
@@ -126,12 +154,12 @@ class Task(pl.LightningModule, ABC):
         set_learning_rate(self._optimizer, config.optimizer, rate)
         if self.average is not None:
             self.average.begin(place + 1)
-        # Dropout is a function of (seed, step, micro-batch): a resumed run has no generator state to restore.
-        seeds = [fold_seed(config.seed, step, index) for index in range(len(micro_batches))]
+        self.replicas.processes.patient = self._steps_here < 2
+        seeds = self._seeds(step, len(micro_batches))
         self._seed(seeds[0])
         self.unfinished = False
         if self.recorded is None:
-            targets = sum(batch.num_targets for batch in micro_batches)
+            targets = self._targets(micro_batches)
             self._work(map(self.to_device, micro_batches), targets, seeds)
         else:
             (batch,) = micro_batches
@@ -142,6 +170,23 @@ class Task(pl.LightningModule, ABC):
             progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
             progress.increment_ready()
             progress.increment_completed()
+            self._steps_here += 1
+
+    def _seeds(self, step: int, count: int) -> list[int]:
+        """Of each of the process's `count` micro-batches.
+
+        Dropout is a function of (seed, step, micro-batch): a resumed run has no generator state to restore, and a step
+        that several processes share has the masks of a single one, unless they share its sequences.
+        """
+        processes = self.replicas.processes
+        first, part = processes.share[0] * count, (processes.part,) if processes.context > 1 else ()
+        return [fold_seed(self.config.seed, step, first + index, *part) for index in range(count)]
+
+    def _targets(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Of the whole step, those of all processes."""
+        processes = self.replicas.processes
+        own = sum(batch.num_targets for batch in micro_batches) if processes.part == 0 else 0
+        return int(processes.total(own))
 
     def record_steps(self, recorder: Recorder) -> None:
         """From now on a step is one micro-batch, and its work is recorded by `recorder` and then repeated."""
@@ -154,6 +199,7 @@ class Task(pl.LightningModule, ABC):
         `num_targets`: of the whole step. `seeds`: of each micro-batch; the first is in force already.
         """
         optimizer, loss = self._optimizer, torch.zeros((), device=self.device)
+        loss_of: Callable[[Any], Tensor] = self._replicated[0] if self._replicated else self.loss_sum
         self.visible_pairs = 0.0
         optimizer.zero_grad(set_to_none=True)
         for index, batch in enumerate(micro_batches):
@@ -163,10 +209,11 @@ class Task(pl.LightningModule, ABC):
                     optimizer.zero_grad(set_to_none=True)
                     return
                 self._seed(seeds[index])
-            part = self.loss_sum(batch) / max(1, num_targets)
-            self.manual_backward(part)
+            with self.replicas.accumulating(loss_of, last=index + 1 >= len(seeds)):
+                part = loss_of(batch) / max(1, num_targets)
+                self.manual_backward(part)
             loss += part.detach()
-        self.loss = loss
+        self.loss, self.visible_pairs = self._of_all(loss, self.visible_pairs)
         self.grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_norm)
         self.finite = torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
         skip_if_not_finite(optimizer, self.finite)
@@ -174,6 +221,15 @@ class Task(pl.LightningModule, ABC):
         optimizer.step()
         if self.average is not None:
             self.average.take_in()
+
+    def _of_all(self, loss: Tensor, pairs: float | Tensor) -> tuple[Tensor, float | Tensor]:
+        """Sums over all processes; nothing is waited for."""
+        if not self.replicas.several:
+            return loss, pairs
+        if not isinstance(pairs, Tensor):
+            pairs = torch.full((), pairs, dtype=torch.float64, device=loss.device)
+        both = self.replicas.total(torch.stack([loss.double(), pairs.double()]))
+        return both[0].to(loss.dtype), both[1]
 
     def _seed(self, seed: int) -> None:
         """As torch.manual_seed, for the device in use alone: that one asks every kind of device that PyTorch knows."""
@@ -208,18 +264,36 @@ class Task(pl.LightningModule, ABC):
         self.model.eval()
         counted, self.visible_pairs = self.visible_pairs, 0.0  # of the last step, which is not over for the meter
         total, targets = torch.zeros(len(self.FIGURES), dtype=torch.float64, device=self.device), 0
+        processes = self.replicas.processes
+        processes.patient, self._validated_here = not self._validated_here, True
         try:
             with self.averaged(), self.trainer.precision_plugin.val_step_context():
-                for batch in batches:
+                for batch, counts in processes.take_turns(batches):
                     if self.give_up():
                         return None
+                    if not counts:  # the others need this process to run the model with them
+                        self.loss_sum(self.to_device(batch))
+                        continue
                     total += self.measure(self.to_device(batch)).double()
-                    targets += batch.num_targets
+                    targets += batch.num_targets if processes.part == 0 else 0
         finally:
             self.model.train()
             self.visible_pairs = counted
-        means = (total / max(1, targets)).tolist()
+        means = (self.replicas.total(total) / max(1, processes.total(targets))).tolist()
         return {f"val_{name}": mean for name, mean in zip(self.FIGURES, means, strict=True)}
+
+
+class _Loss(nn.Module):
+    """The loss of a micro-batch as a module of its own: what is used of the model outside its forward pass, such as a
+    tied head, is inside this one's."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.model = task.model
+        self._task = (task,)  # not as a submodule
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._task[0].loss_sum(batch)
 
 
 def fold_seed(*numbers: int) -> int:

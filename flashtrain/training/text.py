@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from flashtrain.config import Config
 from flashtrain.data.batch import Batch
 from flashtrain.data.ngram import byte_trigram_loss
+from flashtrain.data.order import WHOLE, Share
 from flashtrain.data.packing import pack
 from flashtrain.data.prepare import prepare
 from flashtrain.data.short_first import ShortFirst
@@ -23,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class TextData:
-    """What a run reads, from its configuration."""
+    """What a run reads, from its configuration; `share`: of the sequences of each step."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, share: Share = WHOLE) -> None:
+        self.config, self.share = config, share
         self.tokenizer = load_tokenizer(config.tokenizer)
         self.corpus = prepare(config.data, self.tokenizer)
         self.train = pack(self.corpus.train, config.seq_len, config.data.packing, config.data.document_borders)
@@ -50,12 +51,14 @@ class TextData:
             self.config.sequences_per_step,
             self.config.sequences_per_micro_batch,
             seed=self.config.seed,
+            rank=self.share[0],
+            world_size=self.share[1],
         )
         schedule = self.config.schedule
         grown = ShortFirst(steps, self.config.seq_len, schedule.first_length, schedule.length_steps)
         batches, share = grown.batches, self.config.data.recall_share
         if share:
-            batches = WithRecall(batches, self.tokenizer, share, self.config.seed).batches
+            batches = WithRecall(batches, self.tokenizer, share, self.config.seed, self.share[0]).batches
         return step_loader(batches, first_step, self.config.data.num_workers)
 
     def validation(self, last: bool) -> Iterator[Batch]:

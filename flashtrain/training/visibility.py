@@ -7,6 +7,8 @@ only once). Layers of one layout share one plan.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,13 +56,21 @@ class LayerMasks:
                 self._built[key] = build_layout(self.config, layout, seq_len)
         return self._built[key]
 
-    def lower(self, rows: int, seq_len: int, device: torch.device, documents: Documents | None = None) -> Plans:
-        """The plans of `rows` sequences of `seq_len` tokens."""
+    def lower(
+        self,
+        rows: int,
+        seq_len: int,
+        device: torch.device,
+        documents: Documents | None = None,
+        by: Callable[[Mask, int, int, torch.device], Any] | None = None,
+    ) -> Plans:
+        """The plans of `rows` sequences of `seq_len` tokens; `by` lowers a mask where sequences are shared."""
+        by = by or _lower_whole
         shared = self.shared if documents is None else self.shared & documents
         plans = {}
         for each in dict.fromkeys(self.layers):
             layout = self.layout(each, seq_len)
-            plans[each] = lower(shared if layout is None else shared & layout, rows, seq_len, seq_len, device)
+            plans[each] = by(shared if layout is None else shared & layout, rows, seq_len, device)
         return plans[self.layers[0]] if len(plans) == 1 else tuple(plans[each] for each in self.layers)
 
     def lower_last(self, queries: int, keys: int, device: torch.device) -> Plans:
@@ -80,6 +90,10 @@ class LayerMasks:
     def block(self) -> int:
         """Queries in the largest block of any layout; 1 where all layers are dense."""
         return max((64 if layout.block == 64 else 128) if layout.block else 1 for layout in self.layers)
+
+
+def _lower_whole(mask: Mask, rows: int, seq_len: int, device: torch.device) -> Plan:
+    return lower(mask, rows, seq_len, seq_len, device)
 
 
 def visible_pairs(plans: Plans) -> float | Tensor:

@@ -22,6 +22,7 @@ from flashtrain.config import Config, build
 from flashtrain.data.batch import Batch
 from flashtrain.models.flops import model_flops
 from flashtrain.models.recompute import Recompute
+from flashtrain.training.distributed.processes import ALONE
 from flashtrain.training.hardware import choose_precision, peak_flops
 from flashtrain.training.language import LanguageTask, mask_of
 from flashtrain.training.memory import forecast_of
@@ -128,7 +129,7 @@ def train_ours(
     if config.trainer.compile:
         task.compile_model()
     meter = Meter(config, vocab, precision, device, on_row=lambda row: None)
-    trainer = make_trainer(config, device, precision, [meter, *callbacks, _Watch(steps, meter)])
+    trainer = make_trainer(config, device, precision, [meter, *callbacks, _Watch(steps, meter)], ALONE)
     trainer.fit(task, DataLoader(_Endless(config, vocab), batch_size=None, collate_fn=_as_it_is))
     return float(task.loss)
 

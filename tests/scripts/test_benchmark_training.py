@@ -80,6 +80,15 @@ def test_nanogpts_model_is_trained_from_its_folder(tmp_path):
     assert found["step_ms"]["min"] <= found["step_ms"]["median"]
 
 
+def test_how_much_faster_ours_is_than_each_peer_is_told_by_length():
+    def row(model, seq_len, rate, failed=None):
+        return {"model": model, "seq_len": seq_len, "tokens_per_second": rate, "peak_gib": rate / 10, "failed": failed}
+
+    rows = [row("nanogpt", 1024, 80.0), row("ours", 1024, 100.0), row("huggingface", 1024, 0.0, "out of memory")]
+    found = benchmark_training.beside_peers([*rows, row("ours", 4096, 50.0)])
+    assert found == [{"seq_len": 1024, "peer": "nanogpt", "speed": 1.25, "memory": 1.25}]
+
+
 def test_a_name_that_is_no_model_says_what_there_is():
     assert "--peer nanogpt=PATH" in _row("megatron")["failed"]
 
@@ -107,6 +116,8 @@ def test_flops_of_a_step_of_gpt2_small_are_six_a_weight_and_token_and_the_attent
 def test_the_parts_of_a_step_are_told_by_the_kernels_names():
     wanted = {
         "_dkdv_kernel": "attention",
+        "backward_kernel": "attention",
+        "prepare_kernel": "attention",
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>": "attention",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
         "nvjet_tst_128x256_64x4_1x2_h_bz_TNT": "matmul",

@@ -134,9 +134,8 @@ def test_what_blocks_keep_is_what_autograd_saves_within_5_percent(name, monkeypa
 
 def measured_steps() -> list[Any]:
     found = []
-    for name in ("training", "training_hopper"):
+    for backend, name in (("hopper", "training"), ("portable", "training_portable")):
         rows = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())["rows"]
-        backend = "hopper" if name.endswith("hopper") else "portable"
         found += [
             pytest.param(backend, row, id=f"{backend}-{row['seq_len']}") for row in rows if row["model"] == "ours"
         ]

@@ -28,7 +28,7 @@ def refuse_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         run_module,
         "make_trainer",
-        lambda config, device, precision, callbacks: make_trainer(
-            config, device, precision, [_NoSynchronisation(), *callbacks]
+        lambda config, device, precision, callbacks, processes: make_trainer(
+            config, device, precision, [_NoSynchronisation(), *callbacks], processes
         ),
     )

@@ -42,13 +42,28 @@ class Case:
 
     @property
     def micro_tokens(self) -> int:
-        """Tokens that go through the model at once."""
-        return self.config.sequences_per_micro_batch * self.config.seq_len
+        """Tokens that go through the model at once on a device."""
+        return self.config.sequences_per_micro_batch * self.config.seq_len // self.context
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of an optimiser step."""
-        return self.config.sequences_per_step // self.config.sequences_per_micro_batch
+        """Micro-batches of an optimiser step on a device."""
+        return self.config.sequences_per_step // self.config.data_shares // self.config.sequences_per_micro_batch
+
+    @property
+    def devices(self) -> int:
+        """That train together."""
+        return self.config.trainer.devices
+
+    @property
+    def context(self) -> int:
+        """Devices that share each sequence."""
+        return self.config.trainer.context
+
+    @property
+    def shards(self) -> int:
+        """Devices that the model is divided among."""
+        return self.devices if self.config.trainer.strategy == "fsdp" else 1
 
     @property
     def weight_bytes(self) -> int:
@@ -61,8 +76,9 @@ class Case:
         return 4 if self.precision == "32-true" else 2
 
     def at_length(self, seq_len: int) -> Case:
-        """The same with one sequence of that length in a step: the least that one has to fit."""
-        trainer = replace(self.config.trainer, batch_tokens=seq_len, micro_batch_tokens=seq_len)
+        """The same with one sequence of that length at once: the least that one has to fit."""
+        batch = seq_len * self.config.data_shares
+        trainer = replace(self.config.trainer, batch_tokens=batch, micro_batch_tokens=seq_len)
         config = replace(self.config, seq_len=seq_len, trainer=trainer)
         return replace(self, config=config, pairs=self.pairs * (seq_len / self.config.seq_len) ** 2)
 

@@ -25,6 +25,7 @@ class Gpu:
         gb_per_s: memory bandwidth of the data sheet, 10^9 bytes.
         host_gb_per_s: to and from pinned host memory, 80 % of the bus.
         has_hopper_kernels: compute capability 9.0.
+        link_gb_per_s: to the other GPUs of a host, one way: NVLink's of the data sheet, or the bus.
     """
 
     name: str
@@ -34,16 +35,17 @@ class Gpu:
     gb_per_s: float
     host_gb_per_s: float
     has_hopper_kernels: bool = False
+    link_gb_per_s: float = 25
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("b200", "B200", 178 * GIB, 2250.0, 8000, 50),
-        Gpu("h200", "H200", 139.8 * GIB, 989.5, 4800, 50, True),
-        Gpu("h100", "H100", 79.1 * GIB, 989.5, 3350, 50, True),
-        Gpu("a100-80gb", "A100", 79.1 * GIB, 312.0, 2039, 25),
-        Gpu("a100-40gb", "A100", 39.4 * GIB, 312.0, 1555, 25),
+        Gpu("b200", "B200", 178 * GIB, 2250.0, 8000, 50, link_gb_per_s=900),
+        Gpu("h200", "H200", 139.8 * GIB, 989.5, 4800, 50, True, 450),
+        Gpu("h100", "H100", 79.1 * GIB, 989.5, 3350, 50, True, 450),
+        Gpu("a100-80gb", "A100", 79.1 * GIB, 312.0, 2039, 25, link_gb_per_s=300),
+        Gpu("a100-40gb", "A100", 39.4 * GIB, 312.0, 1555, 25, link_gb_per_s=300),
         Gpu("l40s", "L40S", 44.4 * GIB, 362.0, 864, 25),
         Gpu("a6000", "A6000", 47.4 * GIB, 154.8, 768, 25),
         Gpu("rtx4090", "RTX 4090", 23.6 * GIB, 165.2, 1008, 25),
@@ -54,8 +56,8 @@ GPUS = {
 MEASURED = "h200"
 
 # TFLOP/s of attention, forward and backward together, causal, on the H200 by head dim: at 1k, 4k, 16k and 64k tokens.
-# At 1k it is what training reaches (benchmarks/training.json, training_hopper.json; for head dim 128, and sdpa, a guess
-# after those): single calls wait for the host there.
+# At 1k it is what training reaches (benchmarks/training.json, training_portable.json; for head dim 128, and sdpa, a
+# guess after those): single calls wait for the host there.
 _LENGTHS = (1024, 4096, 16384, 65536)
 _ATTENTION = {
     ("hopper", 64): (300, 410, 481, 495),

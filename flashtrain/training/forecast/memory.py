@@ -167,15 +167,16 @@ def step_memory(case: Case) -> Memory:
     counts, w, r, tokens = count_parameters(case), case.number_bytes, case.weight_bytes, case.micro_tokens
     hidden, total = case.config.model.hidden_size, sum(counts.values())
     moments_of = 1 if case.config.optimizer.name == "muon" else 2
-    rest = total - counts["matrices"]
+    rest, shards = total - counts["matrices"], case.shards
     number = 2 if case.config.optimizer.state == "bfloat16" else r
-    optimizer = number * (moments_of * counts["matrices"] + 2 * rest)
-    parameters = r * total + (r * total if case.config.optimizer.ema_decay is not None else 0)
+    optimizer = number * (moments_of * counts["matrices"] + 2 * rest) / shards
+    parameters = (r * total + (r * total if case.config.optimizer.ema_decay is not None else 0)) / shards
+    parameters += gathered_bytes(case)
     # Autocast's, of matrices that gradients are taken through; a compiled block that is computed again casts its own.
     copies = w * counts["matrices"] if w < r else 0.0
     if case.compiled and case.how.blocks != "none":
         copies /= case.config.model.num_layers
-    gradients = r * total
+    gradients = r * total / shards
     before = gradients if case.micro_batches > 1 else 0.0
     head = r * case.vocab_size * hidden if case.config.task == "language" else 0.0
     stream = tokens * r * hidden
@@ -196,6 +197,16 @@ def step_memory(case: Case) -> Memory:
     return Memory(
         parameters + copies, of_peak[0], optimizer, of_peak[1] + ids, of_peak[2], of_peak[3] + _LIBRARIES, moments
     )
+
+
+def gathered_bytes(case: Case) -> float:
+    """Of a divided model, the weights and gradients whole at once: of two blocks, a block's gradients, the rest."""
+    if case.shards == 1:
+        return 0.0
+    counts = count_parameters(case)
+    blocks = (counts["matrices"] + counts["vectors"]) / case.config.model.num_layers
+    outside = counts["embedding"] + counts["positions"] + counts["head"]
+    return case.weight_bytes * (3 * blocks + 2.0 * outside)
 
 
 def host_bytes(case: Case) -> float:

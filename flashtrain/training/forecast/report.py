@@ -12,6 +12,7 @@ from flashtrain.training.forecast.case import Case, count_parameters
 from flashtrain.training.forecast.choose import SAFE, describe
 from flashtrain.training.forecast.gpus import GIB, MEASURED
 from flashtrain.training.forecast.memory import Memory, host_bytes, step_memory
+from flashtrain.training.forecast.mesh import gradient_bytes, sequence_bytes
 from flashtrain.training.forecast.time import Time, step_time
 from flashtrain.training.forecast.ways_out import SETTINGS, longest, ways_out
 
@@ -51,7 +52,7 @@ class Forecast:
         if self.time is None or case.gpu is None:
             return None
         flops = model_flops(case.config.model, case.vocab_size, case.config.seq_len, case.pairs).training
-        return case.config.sequences_per_step * flops / self.time.step / (case.gpu.tflops * 1e12)
+        return case.config.sequences_per_step * flops / self.time.step / (case.devices * case.gpu.tflops * 1e12)
 
     def facts(self) -> dict[str, Any]:
         """What the summary says of it."""
@@ -77,6 +78,8 @@ class Forecast:
             f"  a step: {config.sequences_per_step} x {format_size(config.seq_len)} tokens in {case.micro_batches} "
             f"micro-batch{'es' if case.micro_batches > 1 else ''}"
         )
+        if case.devices > 1:
+            yield from self._mesh_lines()
         moment = max(self.memory.moments, key=lambda key: self.memory.moments[key])
         yield f"  held when most is, which is at the {moment}:"
         for part, size in self.memory.parts.items():
@@ -88,6 +91,16 @@ class Forecast:
         yield from self._time_lines()
         yield from self._longest_lines()
         yield from self.advice()
+
+    def _mesh_lines(self) -> Iterator[str]:
+        """What several devices share; all other figures are those of one of them."""
+        case, trainer = self.case, self.case.config.trainer
+        shared = f", {case.context} of them share each sequence ({trainer.context_method})" if case.context > 1 else ""
+        yield f"  {case.devices} devices, {trainer.strategy}{shared}; of each one:"
+        sent = f"  {'sent':<12}{gradient_bytes(case) / GIB:9.2f} GiB of weights and gradients"
+        if case.context > 1:
+            sent += f", {sequence_bytes(case) / GIB:.2f} GiB of sequences"
+        yield sent + (f" a step, at {case.gpu.link_gb_per_s:g} GB/s" if case.gpu else " a step")
 
     def advice(self) -> Iterator[str]:
         """What to change, where the run does not fit."""

@@ -13,6 +13,7 @@ from flashtrain.models.recompute import Recompute
 from flashtrain.training.forecast.case import Case, count_parameters
 from flashtrain.training.forecast.gpus import Gpu, attention_tflops
 from flashtrain.training.forecast.memory import layer_bytes
+from flashtrain.training.forecast.mesh import exposed_seconds
 
 _MATMUL_SHARE = 0.72  # of the dense peak
 _PASSES = 5.9  # of the bandwidth over the bytes that blocks keep: what norms, activations and sums read and write
@@ -25,7 +26,7 @@ _LAUNCH_EAGER_SECONDS = 1.3e-3  # a block, forward and backward, where launching
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of an optimiser step by part; `copies` only as far as they are not hidden behind the rest."""
+    """Seconds of an optimiser step by part; `copies` and `communication` only as far as the rest does not hide them."""
 
     matmul: float
     attention: float
@@ -33,6 +34,7 @@ class Time:
     loss: float
     optimizer: float
     copies: float
+    communication: float = 0.0
 
     @property
     def step(self) -> float:
@@ -55,7 +57,7 @@ def step_time(case: Case) -> Time | None:
     moved = _PASSES * layer_bytes(fused).kept * tokens * model.num_layers * (1 if case.compiled else _EAGER)
     elementwise = moved * (1 + forward_rest / 3) / bandwidth
     loss = _LOSS_PASSES * tokens * vocab * case.number_bytes / bandwidth if case.config.task == "language" else 0.0
-    optimizer = _OPTIMIZER_PASSES * case.weight_bytes * sum(count_parameters(case).values()) / bandwidth
+    optimizer = _OPTIMIZER_PASSES * case.weight_bytes * sum(count_parameters(case).values()) / bandwidth / case.shards
     busy = matmul + attention + elementwise
     copies = _LAUNCH_SECONDS
     if not case.compiled:
@@ -63,7 +65,8 @@ def step_time(case: Case) -> Time | None:
     if how.offload:
         moved = 2 * layer_bytes(case).block_input * tokens * (model.num_layers - 1)
         copies += max(0.0, moved / (gpu.host_gb_per_s * 1e9) - busy)
-    return Time(matmul, attention, elementwise, loss, optimizer, copies)
+    communication = exposed_seconds(case, gpu, attention, matmul + elementwise)
+    return Time(matmul, attention, elementwise, loss, optimizer, copies, communication)
 
 
 def _again(how: Recompute, case: Case) -> tuple[float, float, float]:
@@ -78,6 +81,6 @@ def _again(how: Recompute, case: Case) -> tuple[float, float, float]:
 
 def _attention_seconds(case: Case, gpu: Gpu) -> float:
     """Forward and backward: 3.5 times 4 num_heads head_dim pairs."""
-    sizes, sequences = case.sizes, case.config.sequences_per_step
+    sizes, sequences = case.sizes, case.config.sequences_per_step / case.devices
     flops = 3.5 * 4.0 * sizes.num_heads * sizes.head_dim * case.pairs * case.config.model.num_layers * sequences
     return flops / (attention_tflops(gpu, case.backend, sizes.head_dim, case.config.seq_len) * 1e12)

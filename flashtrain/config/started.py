@@ -1,0 +1,45 @@
+"""Whether torchrun or srun has started this process together with others, and whether the command line agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flashtrain.config.build import ConfigError
+
+
+def started_processes(environment: Mapping[str, str]) -> int | None:
+    """How many processes torchrun or srun started together with this one; None if neither did."""
+    if "WORLD_SIZE" in environment and "RANK" in environment:
+        return int(environment["WORLD_SIZE"])
+    if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
+        number = int(environment["SLURM_STEP_NUM_TASKS"])
+        return number if number > 1 else None
+    return None
+
+
+def is_first_started(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the first of those, or alone."""
+    if started_processes(environment) is None:
+        return True
+    return int(environment["RANK"] if "RANK" in environment else environment["SLURM_PROCID"]) == 0
+
+
+def check_started(started: int | None, arguments: Sequence[str]) -> None:
+    """Hold a command line against the number of processes that were started.
+
+    Raises:
+        ConfigError: it wants another number of devices, or a sweep, whose jobs start their own processes.
+    """
+    if started is None:
+        return
+    problems = []
+    if started > 1 and {"-m", "--multirun"} & set(arguments):
+        problems.append("-m: each job of a sweep starts its own processes; leave torchrun or srun out")
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key.lstrip("+") == "trainer.devices" and value != str(started):
+            problems.append(
+                f"{argument}: torchrun or srun has started {started} processes; write the same, or leave it out"
+            )
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,52 @@
+"""What devices that train together send to each other, and how long that takes.
+
+Bytes that a device sends in an optimiser step, with n devices, P parameters of r bytes, m micro-batches, and for a
+sequence that c devices share T tokens a device, L layers, query width A, key width K and w bytes a number:
+
+    ddp      2 (n - 1) / n r P              gradients are summed once a step
+    fsdp     3 m (n - 1) / n r P            weights come for the forward and for the backward pass, gradients go
+    ring     L m T (c - 1) (4 w + 8) K      keys and values go round in both passes, their float32 gradients in one
+    ulysses  4 L m T (c - 1) / c w (A + K)  queries, keys, values and outputs are exchanged, and their gradients
+"""
+
+from __future__ import annotations
+
+from flashtrain.training.forecast.case import Case, count_parameters
+from flashtrain.training.forecast.gpus import Gpu
+
+_LINK_SHARE = 0.75  # of the data sheet's bandwidth, a guess
+_BACKWARD = 2 / 3  # of the blocks' time: gradients of ddp can only go meanwhile
+
+
+def gradient_bytes(case: Case) -> float:
+    """What a device sends of weights and gradients in a step."""
+    devices, whole = case.devices, case.weight_bytes * sum(count_parameters(case).values())
+    if devices == 1:
+        return 0.0
+    times = 3.0 * case.micro_batches if case.shards > 1 else 2.0
+    return times * (devices - 1) / devices * whole
+
+
+def sequence_bytes(case: Case) -> float:
+    """What a device sends of sequences that it shares, in a step."""
+    parts, sizes, w = case.context, case.sizes, case.number_bytes
+    tokens = case.config.model.num_layers * case.micro_batches * case.micro_tokens
+    query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    if case.config.trainer.context_method == "ulysses":
+        return 4.0 * tokens * (parts - 1) / parts * w * (query + key)
+    return tokens * (parts - 1) * (4.0 * w + 8) * key
+
+
+def exposed_seconds(case: Case, gpu: Gpu, attention: float, rest: float) -> float:
+    """Seconds of a step in which a device only waits for others.
+
+    Args:
+        attention: seconds of attention, behind which a ring hides.
+        rest: of the blocks' other work.
+    """
+    rate = _LINK_SHARE * gpu.link_gb_per_s * 1e9
+    weights, sequences = gradient_bytes(case) / rate, sequence_bytes(case) / rate
+    if case.config.trainer.context_method == "ring":
+        sequences = max(0.0, sequences - attention)
+    hiding = attention + rest if case.shards > 1 else _BACKWARD * (attention + rest)
+    return sequences + max(0.0, weights - hiding)

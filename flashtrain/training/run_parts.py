@@ -1,0 +1,83 @@
+"""What a run is put together from: its folder, its work, Lightning's loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from flashtrain.config import Config
+from flashtrain.training.classification import ClassificationWork
+from flashtrain.training.distributed.processes import Processes
+from flashtrain.training.distributed.strategy import OneOfSeveral
+from flashtrain.training.language import LanguageWork
+from flashtrain.training.run_folder import RunFolder
+from flashtrain.training.sequence_task import SequenceWork
+
+Work = LanguageWork | ClassificationWork | SequenceWork
+
+
+def open_folder(config: Config, processes: Processes) -> RunFolder:
+    """The run's folder, which the first process makes or finds for all.
+
+    Raises:
+        ValueError: a new run's folder exists, or a resumed one's does not; the first process says which.
+    """
+    run_id, problem = "", ""
+    if processes.is_first:
+        try:
+            folder = RunFolder.reopen(config.runs_dir, config.resume) if config.resume else RunFolder.create(config)
+            run_id = folder.run_id
+            if config.resume:
+                folder.write_config(config)
+        except ValueError as error:
+            problem = str(error)
+    run_id, problem = processes.same((run_id, problem))
+    if problem:
+        processes.leave(together=True)
+        raise ValueError(problem if processes.is_first else f"rank {processes.rank}: the run cannot start")
+    return RunFolder(Path(config.runs_dir) / run_id, run_id)
+
+
+def work_of(config: Config, run_config: Config, processes: Processes) -> Work:
+    """What the run trains on, and for what; `config` is that of the present stage."""
+    if config.task == "language":
+        return LanguageWork(config, processes)
+    if config.sequences is None:
+        return ClassificationWork(config, run_config, processes.share)
+    return SequenceWork(config, processes.share)
+
+
+def make_trainer(
+    config: Config, device: torch.device, precision: str, callbacks: list[pl.Callback], processes: Processes
+) -> pl.Trainer:
+    """Lightning's loop with everything that it would do by itself and we do better switched off."""
+    warnings.filterwarnings("ignore", module="lightning.*")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    if config.trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    several: dict[str, Any] = {}
+    if processes.size > 1:  # Lightning shall not look for the others by itself
+        several = {"strategy": OneOfSeveral(device, processes), "plugins": [LightningEnvironment()]}
+    return pl.Trainer(
+        accelerator=device.type,
+        devices=1,
+        precision=precision,  # type: ignore[arg-type]
+        max_steps=config.trainer.max_steps,
+        max_epochs=-1,
+        deterministic=config.trainer.deterministic,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        **several,
+    )

@@ -1,0 +1,168 @@
+"""How several processes start, and how a run ends when one of them does not go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from ..conftest import ROOT, metrics, summary
+from ..wandb_file import read_offline_run
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ONE_RUNS_OUT = """
+import itertools, os, runpy, sys
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+steps = itertools.count(1)
+
+def run_out(*about):
+    if os.environ["RANK"] == "1" and next(steps) == 23:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+register_optimizer_step_pre_hook(run_out)
+sys.argv = sys.argv[1:]
+runpy.run_path("train.py", run_name="__main__")
+"""
+LONG = ("trainer.max_steps=100k", "trainer.log_every_n_steps=5", "trainer.checkpoint_every_n_steps=10")
+
+
+def finished(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
+    """Exit code and output."""
+    output, _ = process.communicate(timeout=timeout)
+    return process.returncode, output
+
+
+def wait_for(process: subprocess.Popen, folder: Path, text: str, timeout: float = 60) -> None:
+    """Until a run's log says that."""
+    end = time.monotonic() + timeout
+    while not ((folder / "train.log").exists() and text in (folder / "train.log").read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, f"{folder} does not say {text!r}"
+        time.sleep(0.1)
+
+
+def second_rank(parent: int) -> int:
+    """The process of rank 1 that a command has started."""
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        if b"LOCAL_RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes():
+            return int(child)
+    raise AssertionError("no rank 1")
+
+
+def whole_checkpoint(folder: Path) -> int:
+    """The step of the newest checkpoint, which can be read."""
+    from flashtrain.training.checkpoints import newest
+
+    found = newest(folder / "checkpoints")
+    assert found is not None
+    return found[1]["flashtrain"]["step"]
+
+
+def test_a_sweep_of_jobs_with_two_processes_gives_each_one_folder_and_one_tracked_run(command, tmp_path):
+    job = ("seed=1,2", "logger=wandb", "trainer.max_steps=3", "run_id=seeds")
+    code, output = finished(command("-m", *job, HOME=str(tmp_path)))
+    assert code == 0, output
+    folder = tmp_path / "runs" / "seeds"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "conf"]
+    runs = [folder / "0", folder / "1"]
+    assert [summary(run)["status"] for run in runs] == ["finished", "finished"]
+    tracked = [read_offline_run(run) for run in runs]  # exactly one each
+    assert len({record.run_id for record in tracked}) == 2
+    assert [record.config["seed"] for record in tracked] == [1, 2]
+    assert [len(metrics(run)) for run in runs] == [3, 3]
+
+
+def test_torchrun_starts_one_run(command, tmp_path):
+    code, output = finished(command("run_id=both", "trainer=fsdp", "trainer.max_steps=3", by=TORCHRUN))
+    assert code == 0, output
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["both"]
+    assert summary(tmp_path / "runs" / "both")["status"] == "finished"
+    assert "devices: 2" in (tmp_path / "runs" / "both" / "config.yaml").read_text()
+
+
+def test_a_plan_for_several_processes_is_printed_once(command):
+    code, output = finished(command("plan.only=true", by=TORCHRUN))
+    assert code == 0, output
+    assert output.count("forecast for") == 1
+
+
+def test_an_error_of_all_processes_is_told_once(command, tmp_path):
+    code, output = finished(command("run_id=wrong", "model.vocab_size=5"))
+    assert code == 1
+    assert "model.vocab_size=5: tokenizer" in output
+    assert "rank 1: " not in output
+    assert "rank 1: " not in (tmp_path / "runs" / "wrong" / "train.log").read_text()
+
+
+def test_a_process_that_runs_out_of_memory_is_named(command, tmp_path):
+    script = tmp_path / "one_runs_out.py"
+    script.write_text(ONE_RUNS_OUT)
+    code, output = finished(command(*LONG, "run_id=full", by=(*TORCHRUN, str(script)), PYTHONPATH=str(ROOT)))
+    assert code == 1
+    assert "rank 1: out of memory in step 23" in output
+    folder = tmp_path / "runs" / "full"
+    assert "rank 1: out of memory in step 23" in (folder / "train.log").read_text()
+    assert summary(folder)["status"] == "failed"
+    assert whole_checkpoint(folder) == 20
+
+
+def test_a_run_that_exists_is_refused_once_and_at_once(command, tmp_path):
+    (tmp_path / "runs" / "there").mkdir(parents=True)
+    code, output = finished(command("run_id=there"))
+    assert code == 1
+    assert output.count("there exists; continue it with resume=there") == 1
+
+
+def test_a_process_that_is_killed_is_named_and_the_last_checkpoint_is_whole(command, tmp_path):
+    process, folder = command(*LONG, "run_id=killed"), tmp_path / "runs" / "killed"
+    wait_for(process, folder, "step 25/")
+    os.kill(second_rank(process.pid), signal.SIGKILL)
+    code, output = finished(process, timeout=60)
+    assert code == 1
+    assert "rank 1 of 2" in output and "killed by SIGKILL" in output
+    assert summary(folder)["status"] == "failed"
+    assert whole_checkpoint(folder) >= 20
+
+
+def test_a_process_that_hangs_is_named(command, tmp_path):
+    process, folder = command(*LONG, "run_id=hung", "trainer.timeout=3s"), tmp_path / "runs" / "hung"
+    wait_for(process, folder, "step 25/")
+    hung = second_rank(process.pid)
+    os.kill(hung, signal.SIGSTOP)
+    wait_for(process, folder, "rank 1 of 2 died or hung", timeout=20)
+    os.kill(hung, signal.SIGCONT)  # or it would only be killed half a minute later
+    code, output = finished(process, timeout=60)
+    assert code == 1
+    assert "rank 1 of 2 died or hung" in output
+    assert whole_checkpoint(folder) >= 20
+
+
+def test_sigterm_to_one_process_saves_and_stops_all(command, tmp_path):
+    process, folder = command(*LONG, "run_id=stopped", "trainer=fsdp"), tmp_path / "runs" / "stopped"
+    wait_for(process, folder, "step 15/")
+    os.kill(second_rank(process.pid), signal.SIGTERM)
+    code, output = finished(process, timeout=60)
+    assert code == 143, output
+    about = summary(folder)
+    assert about["status"] == "stopped"
+    assert whole_checkpoint(folder) == about["steps"]
+    code, output = finished(command_to_go_on(process, "stopped", about["steps"] + 2))
+    assert code == 0, output
+    assert summary(folder)["steps"] == about["steps"] + 2
+
+
+def command_to_go_on(process: subprocess.Popen, run_id: str, steps: int) -> subprocess.Popen:
+    """The same run resumed, up to that step."""
+    runs = next(text for text in process.args if str(text).startswith("runs_dir="))  # type: ignore[union-attr]
+    return subprocess.Popen(
+        [*process.args[:2], runs, f"resume={run_id}", f"trainer.max_steps={steps}"],  # type: ignore[index]
+        cwd=Path(__file__).resolve().parents[3],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
