@@ -1,25 +1,25 @@
-"""The faults that `planted_faults` plants: what is replaced by what, and which tests must see it."""
+"""The faults in attention that `planted_faults` plants: what is replaced by what, and which tests must see it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Files in flashtrain/attention.
-LISTS, PLAN, LAYOUT = "lists.py", "plan.py", "block_layout.py"
-TILES, LAUNCH = "portable/tiles.py", "portable/launch.py"
-FORWARD, BACKWARD, DKDV, DQ = (f"portable/{name}.py" for name in ("forward", "backward", "dkdv", "dq"))
+# Files in flashtrain.
+LISTS, PLAN, LAYOUT = (f"attention/{name}.py" for name in ("lists", "plan", "block_layout"))
+TILES, LAUNCH = "attention/portable/tiles.py", "attention/portable/launch.py"
+FORWARD, BACKWARD, DKDV, DQ = (f"attention/portable/{name}.py" for name in ("forward", "backward", "dkdv", "dq"))
 
-# Tests in tests/attention: of masks and numbers, then of block layouts.
-CLOSED, ACCURACY, MEMORY = "test_closed_form.py", "test_accuracy.py", "test_memory_layouts.py"
+# Tests in tests: of masks and numbers, then of block layouts.
+CLOSED, ACCURACY, MEMORY = (f"attention/test_{name}.py" for name in ("closed_form", "accuracy", "memory_layouts"))
 CAUSAL = f"{CLOSED}::test_causal_rows_average_the_keys_so_far"
 BLIND = f"{CLOSED}::test_queries_that_see_nothing_give_zero_and_no_gradient"
 GROUPS = f"{CLOSED}::test_query_head_h_reads_key_head_h_over_the_group"
 MASKS = f"{ACCURACY}::test_masks_and_their_conjunctions_are_right"
 DTYPES = f"{ACCURACY}::test_every_dtype_is_within_twice_the_error_of_plain_pytorch"
 OFFSETS = f"{MEMORY}::test_offsets_beyond_32_bits_reach_the_right_element"
-HOLD = "test_lists.py::test_lists_hold_the_visible_blocks_full_ones_first_and_their_transpose"
-SHARE = "test_lists.py::test_one_layout_and_mask_share_a_plan_and_no_others_do"
-SPARSE = "test_block_sparse.py"
+HOLD = "attention/test_lists.py::test_lists_hold_the_visible_blocks_full_ones_first_and_their_transpose"
+SHARE = "attention/test_lists.py::test_one_layout_and_mask_share_a_plan_and_no_others_do"
+SPARSE = "attention/test_block_sparse.py"
 KNOWN = f"{SPARSE}::test_a_layout_with_an_empty_row_and_an_empty_column_gives_known_numbers[portable]"
 JOINED = f"{SPARSE}::test_layouts_join_windows_and_documents"
 GROUPED = f"{SPARSE}::test_grouped_query_heads_each_walk_their_own_list[per_head-(6, 2)]"
@@ -28,7 +28,7 @@ SMALL_TILES = f"{SPARSE}::test_blocks_of_every_size_are_walked_in_tiles_of_any_s
 
 @dataclass(frozen=True)
 class Fault:
-    """Replace `right` by `wrong` in a file; then each of `tests`, named by file and function, must turn red."""
+    """Replace `right` by `wrong` in a file of flashtrain; each of `tests`, by file and function, must then turn red."""
 
     name: str
     file: str
@@ -183,7 +183,7 @@ FAULTS = [
         LAYOUT,
         ", output_size=len(self.blocks)",
         "",
-        ("test_lists.py::test_lists_are_built_without_waiting_for_the_device",),
+        ("attention/test_lists.py::test_lists_are_built_without_waiting_for_the_device",),
     ),
     # Which plan a layout gets.
     Fault(
@@ -205,7 +205,7 @@ FAULTS = [
         LAYOUT,
         "__eq__ = object.__eq__\n    __hash__ = object.__hash__",
         "pass",
-        (SHARE, "test_layouts.py::test_a_layout_equals_only_itself_and_joins_other_masks"),
+        (SHARE, "attention/test_layouts.py::test_a_layout_equals_only_itself_and_joins_other_masks"),
     ),
     # The walk over the lists.
     Fault(

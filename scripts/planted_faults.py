@@ -1,10 +1,11 @@
-"""Plant known faults in the attention kernels and work lists, one at a time, and see that the tests turn red.
+"""Plant known faults, one at a time, and see that the tests turn red.
 
-    python scripts/planted_faults.py            # all, about six minutes
+    python scripts/planted_faults.py            # all, about seven minutes
     python scripts/planted_faults.py rescaled   # those whose name contains a word
 
-Each fault is one replacement in a temporary copy of the package; the repository itself is not touched. Exit code 1 if
-a fault survives: if one of the tests that are named with it stays green.
+They lie in the attention kernels and their work lists (`faults`), and in what several processes do together
+(`faults_several_gpus`). Each is one replacement in a temporary copy of the package; the repository itself is not
+touched. Exit code 1 if a fault survives: if one of the tests that are named with it stays green.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults import FAULTS, Fault
+import faults
+import faults_several_gpus
+from faults import Fault
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE, TESTS = "flashtrain/attention", "tests/attention"
+PACKAGE, TESTS = "flashtrain", "tests"
+FAULTS = [*faults.FAULTS, *faults_several_gpus.FAULTS]
 
 
 def survives(fault: Fault) -> tuple[bool, str]:
     """Whether a test that must turn red stays green with the fault; that test, or the first that did turn red."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for part in (PACKAGE, TESTS):
+        for part in (PACKAGE, TESTS, "conf"):
             shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-        for part in ("flashtrain/__init__.py", "tests/__init__.py", "tests/conftest.py", "pyproject.toml"):
-            shutil.copy(ROOT / part, copy / part)
+        shutil.copy(ROOT / "pyproject.toml", copy)
         path = copy / PACKAGE / fault.file
         source = path.read_text()
         if source.count(fault.right) == 0:
