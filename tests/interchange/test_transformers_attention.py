@@ -129,7 +129,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(pair, tokens):
     _, plain = pair("llama")
     _, wanted = loss_and_gradients(plain, tokens)
     _, ours = pair("llama")
-    ours.activation_checkpointing_enable()
+    ours.gradient_checkpointing_enable()
     _, got = loss_and_gradients(ours.train(), tokens)
     assert all(torch.allclose(got[name], gradient, atol=1e-6) for name, gradient in wanted.items())
 
