@@ -62,9 +62,9 @@ def _result(benchmark: str) -> dict:
     return {"benchmark": benchmark, "rows": rows, **about}
 
 
-@pytest.mark.parametrize("benchmark", sorted(plot_benchmarks.DRAWINGS))
-def test_results_of_a_benchmark_become_a_picture(benchmark, tmp_path):
-    (tmp_path / "result.json").write_text(json.dumps(_result(benchmark)))
+@pytest.mark.parametrize("name", sorted(plot_benchmarks.DRAWINGS))
+def test_results_of_a_benchmark_become_a_picture(name, tmp_path):
+    (tmp_path / "result.json").write_text(json.dumps(_result(name)))
     out = tmp_path / "picture.png"
     assert plot_benchmarks.main([str(tmp_path / "result.json"), "--out", str(out)]) == 0
     assert _is_picture(out)
