@@ -8,6 +8,7 @@ launcher Hydra is given only starts these processes.
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import secrets
@@ -29,11 +30,12 @@ def prepare(argv: list[str]) -> Path | None:
     `run_id=` on the command line names the sweep.
 
     Raises:
-        SystemExit: the folder exists already.
+        SystemExit: the folder exists already, or the launcher is not installed.
     """
     if not {"-m", "--multirun"} & set(argv[1:]):
         return None
     settings = dict(argument.split("=", 1) for argument in argv[1:] if "=" in argument and argument[0] not in "-+~")
+    _check_launcher(settings.get("hydra/launcher", "basic"))
     sweep_id = settings.get("run_id") or f"sweep-{secrets.token_hex(3)}"
     folder = Path(settings.get("runs_dir", "runs")) / sweep_id
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -48,25 +50,55 @@ def prepare(argv: list[str]) -> Path | None:
     return folder
 
 
+def _check_launcher(name: str) -> None:
+    """Name the package of a launcher that is not installed, before the sweep has a folder."""
+    plugin = "submitit" if name == "slurm" or name.startswith("submitit_") else name
+    if plugin not in ("submitit", "joblib"):
+        return
+    try:
+        importlib.import_module(f"hydra_plugins.hydra_{plugin}_launcher")
+    except ImportError:
+        package = f"hydra-{plugin}-launcher"
+        sys.exit(f"hydra/launcher={name}: needs a package that is not installed; pip install {package}")
+
+
 def run_job(script: Path) -> float | None:
-    """Run the current job of the sweep as a process of its own; returns its held-out loss, which some sweepers use."""
+    """Run the current job of the sweep as a process of its own; returns its held-out loss, which some sweepers use.
+
+    A job that a launcher starts once more, such as after a time limit, goes on with its run.
+    """
     hydra = HydraConfig.get()
     folder = Path(hydra.sweep.dir)
     number = str(hydra.job.num)
     overrides = [text for text in hydra.overrides.task if not text.startswith(("run_id=", "logger.group="))]
     print(f"[{folder.name}/{number}] {' '.join(overrides)}", flush=True)
-    command = [sys.executable, str(script), "--config-path", str((folder / "conf").resolve()), *overrides]
-    command += [f"run_id={folder.name}/{number}", f"logger.group={folder.name}"]
-    code = subprocess.run(command, check=False).returncode
-    if code in (130, -2):
-        raise KeyboardInterrupt
     job = folder / number
+    command = [sys.executable, str(script), "--config-path", str((folder / "conf").resolve())]
+    if (job / "config.yaml").exists():
+        command += [f"runs_dir={folder.parent}", f"resume={folder.name}/{number}"]
+    else:
+        command += [*overrides, f"run_id={folder.name}/{number}", f"logger.group={folder.name}"]
+    if _wait_for(subprocess.Popen(command)) in (130, -2):
+        raise KeyboardInterrupt
     job.mkdir(exist_ok=True)
     summary = _read(job / "summary.json", {})
     if not summary:
         (job / "summary.json").write_text(json.dumps({"run_id": f"{folder.name}/{number}", "status": "failed"}) + "\n")
     (job / "overrides.json").write_text(json.dumps(overrides) + "\n")
     return summary.get("val_loss")
+
+
+def _wait_for(process: subprocess.Popen[bytes]) -> int:
+    """The exit code; a launcher that ends this job meanwhile waits until the run has saved what it has done."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # the terminal has told the run as well
+        process.wait()
+        raise
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
 
 
 def report(folder: Path) -> int:

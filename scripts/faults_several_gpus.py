@@ -10,7 +10,10 @@ SHARDS, PLAN, PARTIAL, RING, HEADS, OP = (
     f"parallel/{name}.py" for name in ("shards", "plan", "partial", "ring", "heads", "op")
 )
 TASK, AVERAGING = "training/task.py", "training/averaging.py"
-REPLICAS, PROCESSES, CONTEXT = (f"training/distributed/{name}.py" for name in ("replicas", "processes", "context"))
+REPLICAS, PROCESSES, CONTEXT, STRATEGY, WRITING = (
+    f"training/distributed/{name}.py" for name in ("replicas", "processes", "context", "strategy", "writing")
+)
+CHECKPOINTS, PARTS_READ, MESH = "training/checkpoints.py", "interchange/shards.py", "training/forecast/mesh.py"
 IMAGES, WITH_RECALL = "data/images.py", "data/with_recall.py"
 
 # Tests in tests: of attention, of whole runs, of what each process gets.
@@ -18,7 +21,7 @@ TOGETHER, ONE = "parallel/test_context_parallel.py", "parallel/test_one_process.
 EVERY = f"{TOGETHER}::test_every_mask_gives_what_one_process_gives"
 SEES = f"{ONE}::test_all_ranks_together_see_what_the_mask_shows"
 RUN = "training/distributed/test_equal.py::test_several_processes_give_the_losses_and_weights_of_one"
-SHARES = "training/distributed/test_shares.py"
+SHARES, PARTS = "training/distributed/test_shares.py", "training/distributed/test_checkpoints.py"
 
 FAULTS = [
     # Which tokens a rank holds, and what its queries see of the keys at hand.
@@ -127,6 +130,103 @@ FAULTS = [
         "positions = positions_of(seq_len, self.part, self.parts).expand(rows, -1)",
         "positions = positions_of(seq_len, 0, self.parts).expand(rows, -1)",
         (f"{RUN}[ring_over_blocks]",),
+    ),
+    Fault(
+        "groups: gradients of one group alone",
+        REPLICAS,
+        "self._repeated.set_requires_all_reduce(last)",
+        "self._repeated.set_requires_all_reduce(False)",
+        (f"{RUN}[fsdp_in_groups]",),
+    ),
+    Fault(
+        "groups: the model divided among all",
+        REPLICAS,
+        "self.shards = divided_by or processes.size",
+        "self.shards = processes.size",
+        ("training/distributed/test_checkpoints.py::test_groups_hold_the_model_each_and_write_it_once",),
+    ),
+    Fault(
+        "groups: sums of gradients as large as the model",
+        MESH,
+        "_model_bytes(case) / case.shards\n",
+        "_model_bytes(case)\n",
+        (f"{SHARES}::test_a_forecast_for_groups_lies_between_those_that_divide_the_model_among_all_and_not_at_all",),
+    ),
+    # Checkpoints in parts.
+    Fault(
+        "parts: the first process writes all",
+        STRATEGY,
+        "if self.sharded and is_divided",
+        "if False and is_divided",
+        (f"{PARTS}::test_a_checkpoint_in_parts_is_the_single_file_bit_for_bit",),
+    ),
+    Fault(
+        "parts: moments begin anew",
+        STRATEGY,
+        "states = self._filled(states, self._folder)",
+        "states = []",
+        (f"{PARTS}::test_from_parts_as_many_processes_go_on_bit_for_bit",),
+    ),
+    Fault(
+        "parts: the mean of the weights takes the newest ones",
+        WRITING,
+        "divided[place] = tensor\n",
+        'divided[place] = checkpoint["state_dict"].get(place.replace("average", "model", 1), tensor)\n',
+        (f"{PARTS}::test_a_checkpoint_in_parts_is_the_single_file_bit_for_bit",),
+    ),
+    Fault(
+        "parts: named before all are there",
+        WRITING,
+        "    divided: dict[str, Tensor] = {}\n",
+        '    divided: dict[str, Tensor] = {}\n    folder = folder.with_suffix(".ckpt")\n',
+        (
+            "training/distributed/test_starting.py::test_a_process_that_is_killed_while_it_writes_is_named_and_the_last_"
+            "checkpoint_is_whole",
+        ),
+    ),
+    Fault(
+        "parts: a part that was cut short is not missed",
+        PARTS_READ,
+        "        _check(folder / name, size)\n",
+        "        pass\n",
+        (f"{PARTS}::test_a_part_that_is_missing_or_cut_short_is_named_and_the_checkpoint_before_is_taken",),
+    ),
+    Fault(
+        "parts: an index may name any function",
+        PARTS_READ,
+        "_Index(file).load()",
+        "pickle.load(file)",
+        (f"{PARTS}::test_a_part_with_other_bytes_is_named_and_an_index_runs_no_code",),
+    ),
+    Fault(
+        "parts: what a killed run left stays",
+        CHECKPOINTS,
+        "                self._clear()\n            trainer",
+        "            trainer",
+        (f"{PARTS}::test_old_checkpoints_in_parts_go_and_what_a_killed_run_left_goes_too",),
+    ),
+    Fault(
+        "parts: a folder does not give way",
+        CHECKPOINTS,
+        "        path.rename(before)\n",
+        "",
+        (f"{PARTS}::test_a_checkpoint_in_parts_gives_way_to_another_of_its_step",),
+    ),
+    Fault(
+        "signals: the same one twice ends the process at once",
+        "training/preemption.py",
+        "elif now - self._since > _ONE_SIGNAL:",
+        "else:",
+        (
+            "training/distributed/test_starting.py::test_a_signal_that_comes_twice_at_once_counts_once_and_a_later_one_ends_the_process",
+        ),
+    ),
+    Fault(
+        "sweeps: a job that is started again is a new run",
+        "sweep.py",
+        'if (job / "config.yaml").exists():',
+        "if False:",
+        ("training/distributed/test_starting.py::test_a_job_that_a_launcher_starts_once_more_goes_on_with_its_run",),
     ),
     # What each process gets of the data.
     Fault(

@@ -33,7 +33,8 @@ def survives(fault: Fault) -> tuple[bool, str]:
         copy = Path(folder)
         for part in (PACKAGE, TESTS, "conf"):
             shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", copy)
+        for file in ("pyproject.toml", "train.py"):
+            shutil.copy(ROOT / file, copy)
         path = copy / PACKAGE / fault.file
         source = path.read_text()
         if source.count(fault.right) == 0:

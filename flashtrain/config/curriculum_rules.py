@@ -15,7 +15,7 @@ def broken_curriculum_rules(config: Config) -> Iterator[str]:
         return
     stages = config.curriculum.stages
     if not stages:
-        yield "curriculum.stages=[]: name at least one stage, or write curriculum=null"
+        yield "curriculum.stages=[]: name at least one stage, or write '~curriculum'"
     for number, stage in enumerate(stages):
         key = f"curriculum.stages[{number}]"
         if stage.max_steps < 1:

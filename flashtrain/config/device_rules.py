@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flashtrain.config.schema import Config, ModelConfig
+from flashtrain.config.schema import Config, ModelConfig, TrainerConfig
 
 
 def broken_device_rules(config: Config) -> Iterator[str]:
@@ -26,6 +26,8 @@ def broken_device_rules(config: Config) -> Iterator[str]:
         return
     if trainer.cuda_graph is True:
         yield f"trainer.cuda_graph=true with trainer.devices={devices}: is for one device; write false"
+    if trainer.shard is not None:
+        yield from _shard(trainer, trainer.shard)
     if trainer.strategy == "fsdp":
         yield from _fsdp(config)
 
@@ -69,6 +71,19 @@ def _heads(model: ModelConfig, context: int) -> Iterator[str]:
         yield (
             f"trainer.context_method=ulysses with trainer.context={context}: needs model.num_heads={model.num_heads} "
             f"and model.num_kv_heads={kv_heads} to be multiples of it; write trainer.context_method=ring"
+        )
+
+
+def _shard(trainer: TrainerConfig, shard: int) -> Iterator[str]:
+    key = f"trainer.shard={shard}"
+    if trainer.strategy != "fsdp":
+        yield f"{key} with trainer.strategy=ddp: is for models that are divided; write trainer=fsdp, or null"
+    elif shard < 2:
+        yield f"{key}: would divide nothing; write trainer.strategy=ddp, or null to divide among all devices"
+    elif trainer.devices % shard:
+        yield (
+            f"{key}: must divide trainer.devices={trainer.devices}, such as "
+            f"{max((n for n in range(2, shard) if trainer.devices % n == 0), default=trainer.devices)}"
         )
 
 

@@ -266,6 +266,8 @@ class TrainerConfig:
     cuda_graph: Literal["auto", True, False] = "auto"
     val_by_position: bool = False
     strategy: Literal["ddp", "fsdp"] = "ddp"
+    shard: int | None = None
+    checkpoint_format: Literal["single", "sharded"] = "single"
     context: int = 1
     context_method: Literal["ring", "ulysses"] = "ring"
     timeout: Duration = 45.0

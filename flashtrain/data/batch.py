@@ -36,6 +36,15 @@ class Batch:
             positions=None if self.positions is None else self.positions.to(device, non_blocking=non_blocking),
         )
 
+    def copy_(self, other: Batch) -> None:
+        """Write another batch of the same shapes into this one's memory; a copy to a GPU does not wait for it."""
+        assert self.documents == other.documents, "batches with the same borders"
+        for name in ("tokens", "targets", "positions"):
+            mine, its = getattr(self, name), getattr(other, name)
+            if mine is not None:
+                mine.copy_(its, non_blocking=True)
+        self.num_targets = other.num_targets
+
     def pin_memory(self) -> Batch:
         """The same batch in page-locked host memory, from which a ``non_blocking`` copy to a GPU overlaps with work."""
         return replace(

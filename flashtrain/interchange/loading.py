@@ -128,7 +128,7 @@ def check_same_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
 
 def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint at `path`, or the newest of the run there."""
-    if path.is_file():
+    if stored.is_checkpoint(path):
         return path, stored.load(path)
     if (path / "checkpoints").is_dir():
         found = stored.newest(path / "checkpoints")

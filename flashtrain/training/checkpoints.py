@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 
 from flashtrain.config import Config, to_dict
-from flashtrain.interchange.stored import KIND, existing, load, newest, weights_of
+from flashtrain.interchange.stored import KIND, existing, is_checkpoint, load, newest, outlined, remove, weights_of
 from flashtrain.training.curriculum import Progress
 from flashtrain.training.distributed.processes import ALONE, Processes, lost_a_process
 
@@ -23,6 +23,7 @@ __all__ = [
     "Start",
     "check_identity",
     "existing",
+    "is_checkpoint",
     "load",
     "newest",
     "weights_of",
@@ -83,18 +84,17 @@ class Checkpoints(pl.Callback):
         path = self.folder / f"step-{step:08d}.ckpt"
         if self.saved_step == step:
             return path
-        temporary = path.with_suffix(".partial")
-        if not self.processes.is_first:
-            self.saved_step = step
-            trainer.save_checkpoint(temporary)  # its part of it; the first process writes
-            return path
-        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary, first = path.with_suffix(".partial"), self.processes.is_first
         try:
-            trainer.save_checkpoint(temporary)
-            _flush(temporary)
-            temporary.replace(path)
+            if first:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._clear()
+            trainer.save_checkpoint(temporary)  # of several processes each its part of it, or the first one all
+            if first:
+                _publish(temporary, path)
         except (OSError, RuntimeError) as error:  # torch wraps a full disk in a RuntimeError
-            temporary.unlink(missing_ok=True)
+            if first:
+                self._clear()
             if isinstance(error, torch.OutOfMemoryError) or lost_a_process(error):
                 raise
             free = shutil.disk_usage(self.folder).free / 2**20
@@ -103,14 +103,24 @@ class Checkpoints(pl.Callback):
                 "Earlier checkpoints are whole: make room and resume"
             ) from error
         self.saved_step = step
-        for old in existing(self.folder)[: -self.keep]:
-            old.unlink()
+        if first:
+            for old in existing(self.folder)[: -self.keep]:
+                remove(old)
         return path
+
+    def _clear(self) -> None:
+        """Remove what saves and removals that were killed have left."""
+        for left in (*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.removed")):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint to go on from: file and content, the steps done, whether the last of them owes its validation."""
+    """A checkpoint to go on from: file or folder, content (of a folder `outlined`), the steps done, whether the last of
+    them owes its validation."""
 
     path: Path
     content: dict[str, Any]
@@ -121,7 +131,7 @@ class Start:
     @classmethod
     def at_newest(cls, folder: Path) -> Start | None:
         """The newest checkpoint that can be read, see `newest`."""
-        found = newest(folder)
+        found = newest(folder, outlined)
         if found is None:
             return None
         path, content = found
@@ -146,6 +156,25 @@ def check_identity(path: Path, checkpoint: dict[str, Any], identity: Identity) -
         raise ValueError(
             f"{path} does not fit this run: {'; '.join(differing)}. Resume with the same data and tokenizer"
         )
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Give a written checkpoint its name, once all its bytes are on disk.
+
+    Nothing replaces a folder, or a file by a folder, in one go: an earlier one of the same step is kept under another
+    name that is found too until the new one has its own.
+    """
+    for written in (*(temporary.iterdir() if temporary.is_dir() else ()), temporary):
+        _flush(written)
+    if path.is_dir() or (temporary.is_dir() and path.exists()):
+        before = path.with_suffix(".before.ckpt")
+        if before.exists():
+            remove(before)
+        path.rename(before)
+        temporary.rename(path)
+        remove(before)
+    else:
+        temporary.replace(path)
 
 
 def _flush(path: Path) -> None:

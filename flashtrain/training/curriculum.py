@@ -45,8 +45,16 @@ class Progress:
         return step - self.failed_steps
 
     def scheduled(self, step: int) -> int:
-        """The number that `step` has for the learning rate and the running mean of the weights."""
+        """The number that `step` has for the learning rate."""
         return self.own(step) - self.schedule_from
+
+    def averaged(self, step: int) -> int:
+        """The number that `step` has for the running mean of the weights.
+
+        Each stage counts anew, so that the mean soon forgets the weights of the stage before, which were for other
+        images: those that gates look at.
+        """
+        return step - self.first_step
 
     def next(self, step: int, config: Config) -> Progress:
         """The beginning of the next stage, after `step` steps in all.

@@ -19,12 +19,15 @@ from flashtrain.training.visibility import LayerMasks, Plans, visible_pairs
 class ImageTask(Task):
     """An encoder of images and its optimiser step; subclasses say what is learned from them."""
 
-    ALL_ALIKE: ClassVar[bool] = True
+    COMPILED_IF_RECORDED: ClassVar[bool] = True
     model: Classifier
 
     def __init__(self, config: Config, model: Classifier) -> None:
         super().__init__(config, model)
         self.masks = LayerMasks(config, Full(), positional=False)
+
+    def what_differs(self) -> None:
+        """Nothing: images have one size and one mask."""
 
     def compile_model(self) -> None:
         """Compile the blocks, once for all of them: what is around them is little, and a run has several sizes."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from flashtrain.attention import Causal, Documents, Mask, SlidingWindow, attention
 from flashtrain.config import Config, format_size
-from flashtrain.data.batch import Batch
+from flashtrain.data.batch import IGNORE, Batch
 from flashtrain.interchange.loading import check_same_vocabulary
 from flashtrain.models.generate import generate
 from flashtrain.models.gpt import GPT
@@ -24,7 +24,8 @@ from flashtrain.models.token_losses import token_losses
 from flashtrain.training.by_position import LossByPosition
 from flashtrain.training.distributed.context import SharedSequences
 from flashtrain.training.distributed.processes import ALONE, Processes
-from flashtrain.training.task import Task, fold_seed
+from flashtrain.training.seeds import fold_seed
+from flashtrain.training.task import Task
 from flashtrain.training.text import TextData
 from flashtrain.training.visibility import LayerMasks, Plans, visible_pairs
 
@@ -49,6 +50,16 @@ class LanguageTask(Task):
 
     def to_device(self, batch: Any, into: Any = None) -> Any:
         return super().to_device(batch if self.shared is None else self.shared.own(batch), into)
+
+    def what_differs(self) -> str | None:
+        if self.config.data.document_borders:
+            return "masks differ from step to step with data.document_borders=true; write false"
+        if self.config.schedule.length_steps:
+            return f"sequences grow in schedule.length_steps={self.config.schedule.length_steps} steps; write 0"
+        return None
+
+    def targets_of(self, batch: Batch) -> Tensor:
+        return (batch.targets != IGNORE).sum()
 
     def loss_sum(self, batch: Batch) -> Tensor:
         hidden = self._hidden(batch)

@@ -1,20 +1,21 @@
-"""SIGTERM and Ctrl-C: finish what must be finished, save, and leave with a code that says why."""
+"""SIGTERM, Ctrl-C and SIGUSR2: finish what must be finished, save, and leave with a code that says why."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType
 
 import lightning.pytorch as pl
 
-from flashtrain.training.distributed.processes import ALONE, Processes
+from flashtrain.training.distributed.processes import ALONE, EXIT_CODES, Processes
 
-EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
+_ONE_SIGNAL = 1.0  # seconds: Slurm sends a signal to all processes of a job, and those that started others pass it on
 
 
 class Preemption(pl.Callback):
-    """Turns the first signal into a flag that the training loop reads; a second one ends the process at once.
+    """Turns the first signal into a flag that the training loop reads; a second one, later, ends the process at once.
 
     Nothing is done inside the handler: it may interrupt a backward pass or a write.
 
@@ -26,6 +27,7 @@ class Preemption(pl.Callback):
         self.processes = processes
         self.signal: signal.Signals | None = None
         self._own: signal.Signals | None = None
+        self._since = 0.0
         self._previous: dict[signal.Signals, object] = {}
 
     @property
@@ -64,6 +66,8 @@ class Preemption(pl.Callback):
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._own is not None:
+        now = time.monotonic()
+        if self._own in (None, signal.SIGUSR2):
+            self._own, self._since = signal.Signals(number), now
+        elif now - self._since > _ONE_SIGNAL:
             os._exit(EXIT_CODES[signal.Signals(number)])
-        self._own = signal.Signals(number)

@@ -29,7 +29,7 @@ from flashtrain.training.progress import Display, complain
 from flashtrain.training.recording import choose_launching
 from flashtrain.training.run_folder import RunFolder, git_commit
 from flashtrain.training.run_parts import Work, make_trainer, open_folder, work_of
-from flashtrain.training.task import fold_seed
+from flashtrain.training.seeds import fold_seed
 from flashtrain.training.trackers import Tracker, build_trackers
 from flashtrain.training.visibility import visible_pairs
 from flashtrain.training.warm_start import warm_start
@@ -128,8 +128,8 @@ class _Run:
         pairs = float(visible_pairs(task.masks.lower(1, seq_len, device)))
         self.forecast = forecast(self.work.config, head_size, self.precision, device, pairs)
         task.model.checkpoint_blocks = self.forecast.case.how
-        task.join(Replicas(self.processes, config.trainer.strategy), device)
-        self.launched = choose_launching(task, self.work.config, device)
+        task.join(Replicas(self.processes, config.trainer.strategy, config.trainer.shard), device)
+        self.launched = choose_launching(task, self.work.config, device, self.forecast)
         return AttentionReport(task.masks, self.precision, device)
 
     def train(self) -> None:

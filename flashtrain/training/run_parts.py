@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from flashtrain.config import Config
 from flashtrain.training.classification import ClassificationWork
 from flashtrain.training.distributed.processes import Processes
-from flashtrain.training.distributed.strategy import OneOfSeveral
+from flashtrain.training.distributed.strategy import OneOfSeveral, ReadsEither
 from flashtrain.training.language import LanguageWork
 from flashtrain.training.run_folder import RunFolder
 from flashtrain.training.sequence_task import SequenceWork
@@ -63,8 +63,8 @@ def make_trainer(
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     several: dict[str, Any] = {}
-    if processes.size > 1:  # Lightning shall not look for the others by itself
-        several = {"strategy": OneOfSeveral(device, processes), "plugins": [LightningEnvironment()]}
+    if processes.size > 1:
+        several["strategy"] = OneOfSeveral(device, processes, config.trainer.checkpoint_format == "sharded")
     return pl.Trainer(
         accelerator=device.type,
         devices=1,
@@ -79,5 +79,7 @@ def make_trainer(
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
+        # Lightning shall not look for other processes by itself, nor requeue jobs of Slurm.
+        plugins=[LightningEnvironment(), ReadsEither()],
         **several,
     )

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from flashtrain.training.distributed.processes import EXIT_CODES
+
 _Batch = TypeVar("_Batch")
 
 
@@ -45,8 +47,9 @@ class _From(Sampler[int]):
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; a reader that died of it would take the last steps with it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Ctrl-C reaches every process of a terminal, and Slurm's signals every process of a job; a reader that died of it
+    would take the last steps with it."""
+    for number in EXIT_CODES:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -7,7 +7,6 @@ before its first forward pass, gradients are normalised by it, and no checkpoint
 from __future__ import annotations
 
 import functools
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +30,7 @@ from flashtrain.training.optimizers import (
 )
 from flashtrain.training.recording import RecordedStep, Recorder
 from flashtrain.training.schedules import learning_rate
+from flashtrain.training.seeds import fold_seed, set_seed
 from flashtrain.training.visibility import LayerMasks
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class Task(pl.LightningModule, ABC):
     masks: LayerMasks
     # Rows of the head that every token is multiplied with, for the count of FLOPs.
     head_size: int
-    # Whether all micro-batches of a run have the same shapes and masks, so that a step can be recorded.
-    ALL_ALIKE: ClassVar[bool] = False
+    # Whether a small model is compiled too where its steps are recorded: if its runs take minutes at the least.
+    COMPILED_IF_RECORDED: ClassVar[bool] = False
 
     def __init__(self, config: Config, model: GPT | Classifier) -> None:
         super().__init__()
@@ -94,6 +94,14 @@ class Task(pl.LightningModule, ABC):
     @abstractmethod
     def loss_sum(self, batch: Any) -> Tensor:
         """The summed loss of the targets of a micro-batch on the model's device, in nats."""
+
+    def what_differs(self) -> str | None:
+        """What differs between the run's micro-batches, in shape or mask, so that no recording of one fits the next."""
+        return f"with task={self.config.task} the masks differ from step to step"
+
+    def targets_of(self, batch: Any) -> int | Tensor:
+        """How many targets a micro-batch on the device has: a number there, where they differ from step to step."""
+        return int(batch.num_targets)
 
     def measure(self, batch: Any) -> Tensor:
         """Sums over a held-out batch's targets: one for each of FIGURES."""
@@ -153,10 +161,10 @@ class Task(pl.LightningModule, ABC):
         self.lr = rate(config.optimizer.lr)
         set_learning_rate(self._optimizer, config.optimizer, rate)
         if self.average is not None:
-            self.average.begin(place + 1)
+            self.average.begin(self.progress.averaged(self.global_step) + 1)
         self.replicas.processes.patient = self._steps_here < 2
         seeds = self._seeds(step, len(micro_batches))
-        self._seed(seeds[0])
+        set_seed(seeds[0], self.device)
         self.unfinished = False
         if self.recorded is None:
             targets = self._targets(micro_batches)
@@ -190,9 +198,12 @@ class Task(pl.LightningModule, ABC):
 
     def record_steps(self, recorder: Recorder) -> None:
         """From now on a step is one micro-batch, and its work is recorded by `recorder` and then repeated."""
-        self.recorded = RecordedStep(lambda batch: self._work([batch], batch.num_targets), self.to_device, recorder)
+        self.recorded = RecordedStep(self._whole_step, self.to_device, recorder)
 
-    def _work(self, micro_batches: Iterable[MicroBatch], num_targets: int, seeds: Sequence[int] = ()) -> None:
+    def _whole_step(self, batch: Any) -> None:
+        self._work([batch], self.targets_of(batch))
+
+    def _work(self, micro_batches: Iterable[MicroBatch], num_targets: int | Tensor, seeds: Sequence[int] = ()) -> None:
         """A step's work on the device: gradients, clipping, the optimiser, the running mean of the weights.
 
         Recorded, it runs once in Python and then only on the device: whatever differs between steps must lie there.
@@ -201,6 +212,9 @@ class Task(pl.LightningModule, ABC):
         optimizer, loss = self._optimizer, torch.zeros((), device=self.device)
         loss_of: Callable[[Any], Tensor] = self._replicated[0] if self._replicated else self.loss_sum
         self.visible_pairs = 0.0
+        if not isinstance(num_targets, Tensor):  # the same division in either case
+            num_targets = torch.full((), num_targets, device=self.device)
+        num_targets = num_targets.clamp(min=1)
         optimizer.zero_grad(set_to_none=True)
         for index, batch in enumerate(micro_batches):
             if index:
@@ -208,9 +222,9 @@ class Task(pl.LightningModule, ABC):
                     self.unfinished = True
                     optimizer.zero_grad(set_to_none=True)
                     return
-                self._seed(seeds[index])
+                set_seed(seeds[index], self.device)
             with self.replicas.accumulating(loss_of, last=index + 1 >= len(seeds)):
-                part = loss_of(batch) / max(1, num_targets)
+                part = loss_of(batch) / num_targets
                 self.manual_backward(part)
             loss += part.detach()
         self.loss, self.visible_pairs = self._of_all(loss, self.visible_pairs)
@@ -230,13 +244,6 @@ class Task(pl.LightningModule, ABC):
             pairs = torch.full((), pairs, dtype=torch.float64, device=loss.device)
         both = self.replicas.total(torch.stack([loss.double(), pairs.double()]))
         return both[0].to(loss.dtype), both[1]
-
-    def _seed(self, seed: int) -> None:
-        """As torch.manual_seed, for the device in use alone: that one asks every kind of device that PyTorch knows."""
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -294,9 +301,3 @@ class _Loss(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         return self._task[0].loss_sum(batch)
-
-
-def fold_seed(*numbers: int) -> int:
-    """One 63-bit seed from several numbers."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -28,8 +28,9 @@ from flashtrain.training.language import LanguageTask, mask_of
 from flashtrain.training.memory import forecast_of
 from flashtrain.training.meter import Meter
 from flashtrain.training.optimizers import build_optimizer
+from flashtrain.training.recording import choose_launching
 from flashtrain.training.run import make_trainer
-from flashtrain.training.task import fold_seed
+from flashtrain.training.seeds import fold_seed
 from flashtrain.training.visibility import LayerMasks, visible_pairs
 from measuring import ROOT
 from measuring.environment import StateReading
@@ -119,15 +120,21 @@ def train_ours(
 ) -> float:
     """Train until `steps` has enough; the last loss. The task, the trainer and the meter are those of train.py.
 
-    how: what is computed again; None is what the forecast chooses, which refuses a run that it does not see fit.
+    how: what is computed again, with launched steps; None is what the forecast chooses, which refuses a run that it
+        does not see fit, and a step as one CUDA graph where that can be.
     callbacks: called before `steps` is.
     """
     precision = choose_precision(config.trainer, device)
     torch.manual_seed(fold_seed(config.seed))
     task = LanguageTask(config, vocab)
-    task.model.checkpoint_blocks = how or forecast_of(config, vocab, precision, device).case.how
-    if config.trainer.compile:
-        task.compile_model()
+    if how is None:
+        found = forecast_of(config, vocab, precision, device)
+        task.model.checkpoint_blocks = found.case.how
+        choose_launching(task, config, device, found)
+    else:
+        task.model.checkpoint_blocks = how
+        if config.trainer.compile:
+            task.compile_model()
     meter = Meter(config, vocab, precision, device, on_row=lambda row: None)
     trainer = make_trainer(config, device, precision, [meter, *callbacks, _Watch(steps, meter)], ALONE)
     trainer.fit(task, DataLoader(_Endless(config, vocab), batch_size=None, collate_fn=_as_it_is))

@@ -22,7 +22,7 @@ def composed(*overrides: str) -> dict:
 CHOICES = [
     f"{folder.name}={file.stem}"
     for folder in sorted(CONF.iterdir())
-    if folder.is_dir()
+    if folder.is_dir() and folder.name != "hydra"  # its launchers need packages of their own
     for file in sorted(folder.glob("*"))
 ]
 

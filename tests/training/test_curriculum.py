@@ -6,14 +6,19 @@ import os
 import signal
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from flashtrain.config import build
 from flashtrain.config.build import ConfigError
 from flashtrain.data import images as images_module
+from flashtrain.training.averaging import AveragedWeights
 from flashtrain.training.classification import ClassificationTask
 from flashtrain.training.curriculum import Progress, is_due, stage_config, what_follows
 from flashtrain.training.run import run
+from flashtrain.training.schedules import learning_rate
 
-from .conftest import figures, go_on, metrics, summary
+from .conftest import ROOT, figures, go_on, metrics, summary
 
 STAGES = "curriculum.stages=[{contour_length:2,max_steps:2},{gate:0.01,max_steps:9},{side:48,max_steps:9}]"
 CHANGES = (
@@ -45,7 +50,25 @@ def test_a_stage_has_its_own_images_and_as_many_tokens_as_pixels(staged):
 def test_a_preset_of_a_stage_brings_its_own_side(image_config):
     config = image_config("curriculum=path_x", "images.side=48", "seq_len=2304")
     assert stage_config(config, Progress(0)).seq_len == 1024
-    assert stage_config(config, Progress(2)).images.side == 64
+    assert stage_config(config, Progress(1)).images.side == 64
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("experiment=path_x",),
+        ("experiment=path_x", "curriculum=path_x_from_32", "model.init_from=weights"),
+        ("experiment=pathfinder64",),
+    ],
+)
+def test_the_rate_falls_in_the_last_stage_whenever_the_gates_open(changes):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = build(OmegaConf.to_container(compose("config", list(changes)), resolve=True))
+    before = sum(stage.max_steps for stage in config.curriculum.stages[:-1])
+    steps = config.trainer.max_steps
+    assert learning_rate(before, 1.0, steps, config.schedule) == 1.0
+    assert learning_rate(steps - 1, 1.0, steps, config.schedule) == 0.0
+    assert steps - before > 0.5 * steps  # and most of the training is on the images that count
 
 
 def test_a_stage_ends_at_its_gate_or_its_steps_and_the_last_does_not(staged):
@@ -81,6 +104,14 @@ def test_a_run_goes_through_its_stages_and_counts_all_tokens(staged, tmp_path, m
     assert "step: 8 sequences, 8,192 tokens" in log  # of the stage it begins with
     assert summary(tmp_path / "runs" / "a")["corpus"]["spec"]["side"] == 48  # and of the one it ends with
     assert "stage 2 of 3 from step 2" in log and "stage 3 of 3 from step 4: side 48" in log
+
+
+def test_the_running_mean_soon_forgets_the_stage_before(staged, tmp_path, monkeypatch):
+    counted = []
+    begin = AveragedWeights.begin
+    monkeypatch.setattr(AveragedWeights, "begin", lambda self, step: (counted.append(step), begin(self, step)))
+    assert run(staged("run_id=a", "optimizer.ema_decay=0.999"), []) == 0
+    assert counted == [1, 2, 1, 2, 1, 2, 3]
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 7])

@@ -22,7 +22,9 @@ SPARSE = (
 
 
 @pytest.mark.parametrize(
-    "attention", [(), SPARSE, (*SPARSE, "trainer.compile=true")], ids=["dense", "sparse", "compiled"]
+    "attention",
+    [(), ("trainer.micro_batch_tokens=256",), SPARSE, (*SPARSE, "trainer.compile=true")],
+    ids=["dense", "recorded", "sparse", "compiled"],
 )
 @pytest.mark.parametrize("borders", ["false", "true"])
 def test_a_steady_step_never_waits_for_the_gpu(make_config, tmp_path, monkeypatch, borders, attention):
@@ -54,6 +56,24 @@ def test_a_deterministic_run_stopped_and_resumed_is_equal_bit_for_bit(make_confi
     straight, cut = figures(tmp_path / "runs" / "straight"), figures(tmp_path / "runs" / "cut")
     assert cut[1:] == straight[1:]  # the stop itself validates, which is one figure more in row 1
     assert [value for value in cut[0] if value in straight[0]] == [value for value in straight[0] if value]
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_a_step_on_text_as_one_graph_equals_launched_steps_and_resumes_to_the_same_bits(
+    make_config, tmp_path, compiled
+):
+    changes = (
+        *ON_GPU, "trainer.deterministic=true", f"trainer.compile={compiled}", "model.dropout=0.1",
+        "trainer.micro_batch_tokens=256", "data.recall_share=0.5",
+    )  # fmt: skip
+    assert run_module.run(make_config(*changes, "trainer.cuda_graph=false", "run_id=launched"), []) == 0
+    assert run_module.run(make_config(*changes, "run_id=graph"), []) == 0
+    assert "a step is one CUDA graph" in (tmp_path / "runs" / "graph" / "train.log").read_text()
+    assert run_module.run(make_config(*changes, "run_id=cut", "trainer.max_time=0s"), []) == 0
+    assert go_on(tmp_path, "cut", "trainer.max_time=9h") == 0
+    launched, graph, cut = (figures(tmp_path / "runs" / name) for name in ("launched", "graph", "cut"))
+    assert graph == launched
+    assert cut[1:] == launched[1:]
 
 
 IMAGES_ON_GPU = (

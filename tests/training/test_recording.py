@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from flashtrain.models import loss
 from flashtrain.models.recompute import Recompute
 from flashtrain.training import recording
 from flashtrain.training.classification import ClassificationTask
-from flashtrain.training.recording import why_not_recorded
+from flashtrain.training.language import LanguageTask
+from flashtrain.training.recording import choose_launching, why_not_recorded
 from flashtrain.training.run import run
 from flashtrain.training.task import Task
 
@@ -140,6 +142,52 @@ def test_every_kind_of_run_on_images_can_be_recorded(image_config, tmp_path, cha
     assert OperationRecorder.repeated >= 2
     plain, recorded = (figures(tmp_path / "runs" / name) for name in ("plain", "recorded"))
     assert plain == recorded
+
+
+TEXT = (
+    "model.dropout=0.1", "optimizer.ema_decay=0.9", "trainer.micro_batch_tokens=256", "trainer.sample_tokens=0",
+    "data.recall_share=0.5",
+)  # fmt: skip
+SPARSE = (
+    "seq_len=256", "attention=block_sparse", "attention.layout.block=64", "attention.layout.window=0",
+    "trainer.batch_tokens=1k", "trainer.micro_batch_tokens=1k",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [(), SPARSE], ids=["dense", "sparse"])
+def test_recorded_steps_on_text_equal_launched_ones_whatever_their_targets(
+    make_config, tmp_path, changes, request, monkeypatch
+):
+    """Rows of recall tasks have few targets, so that their number is another one at each step."""
+    monkeypatch.setattr(loss, "_check", lambda *_: None)  # looks at targets, but only where they lie on the CPU
+    counted = []
+    monkeypatch.setattr(LanguageTask, "_targets", lambda self, step: counted.append(step[0].num_targets) or counted[-1])
+    assert run(make_config(*changed(list(TEXT), *changes), "run_id=plain"), []) == 0
+    assert len(set(counted)) > 6, "the guard: the number differs at most steps"
+    request.getfixturevalue("recorded")
+    assert run(make_config(*changed(list(TEXT), *changes), AUTO, "run_id=recorded"), []) == 0
+    assert OperationRecorder.repeated == 12 - 4
+    plain, recorded = (figures(tmp_path / "runs" / name) for name in ("plain", "recorded"))
+    assert plain == recorded
+
+
+def test_text_is_recorded_unless_masks_or_lengths_change_or_half_of_the_memory_is_needed(make_config, monkeypatch):
+    def said(*changes: str, need: float = 0.4) -> str:
+        config = make_config("trainer.micro_batch_tokens=256", *changes)
+        monkeypatch.setattr(recording, "GraphRecorder", OperationRecorder)
+        forecast = SimpleNamespace(memory=SimpleNamespace(peak=need), device_bytes=1.0)
+        return choose_launching(LanguageTask(config, 257), config, CUDA, forecast)
+
+    assert said() == "not compiled, a step is one CUDA graph"
+    assert said(need=0.6) == "not compiled"
+    assert said("trainer.cuda_graph=true", need=0.6) == "not compiled, a step is one CUDA graph"
+    for changes, reason in (
+        (("data.document_borders=true",), "masks differ.*data.document_borders=true.*write false"),
+        (("schedule.length_steps=4", "schedule.first_length=8"), "sequences grow.*length_steps=4.*write 0"),
+    ):
+        assert said(*changes) == "not compiled"
+        with pytest.raises(ValueError, match=f"trainer.cuda_graph=true: .*{reason}"):
+            said("trainer.cuda_graph=true", *changes)
 
 
 def test_a_recorded_step_that_is_not_finite_never_reaches_the_weights(recorded, image_config, tmp_path, monkeypatch):

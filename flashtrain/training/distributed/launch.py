@@ -20,11 +20,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flashtrain.config import Config
-from flashtrain.training.distributed.processes import each_has_a_gpu
+from flashtrain.training.distributed.processes import EXIT_CODES, each_has_a_gpu
 from flashtrain.training.progress import complain
 from flashtrain.training.run_folder import RUN_ID_VARIABLE, new_run_id
-
-_EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
 def launch(config: Config, command: list[str]) -> int:
@@ -67,8 +65,8 @@ def launch(config: Config, command: list[str]) -> int:
     if not result.failures:
         return 0
     first = _first(result.failures.values())
-    code = {-number: code for number, code in _EXIT_CODES.items()}.get(first.exitcode, first.exitcode)
-    if code in _EXIT_CODES.values():
+    code = {-number: code for number, code in EXIT_CODES.items()}.get(first.exitcode, first.exitcode)
+    if code in EXIT_CODES.values():
         return code
     line = f"rank {first.local_rank} of {size} (process {first.pid}) ended the run: {_why(first)}"
     complain(line)
@@ -89,7 +87,7 @@ def _pass_signals_on(processes: PContext) -> None:
             except ProcessLookupError:
                 continue
 
-    for number in _EXIT_CODES:
+    for number in EXIT_CODES:
         signal.signal(number, pass_on)
 
 
@@ -97,7 +95,7 @@ def _first(failures: Iterable[ProcessFailure]) -> ProcessFailure:
     """What ended the run: a process that was killed, or said what went wrong; the others only missed it."""
 
     def order(failure: ProcessFailure) -> tuple[bool, bool, int]:
-        killed = failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, signal.SIGINT)
+        killed = failure.exitcode < 0 and -failure.exitcode not in EXIT_CODES
         told = bool(failure.error_file_data.get("message"))
         return not killed, not told, failure.timestamp
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -19,6 +20,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from flashtrain.config import Config
 from flashtrain.config.started import started_processes
+
+# What ends a run, with a checkpoint, and its exit code then. Submitit lets Slurm send SIGUSR2 before a time limit or a
+# preemption; SIGTERM may follow.
+EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR2: 143}
 
 _Value = TypeVar("_Value")
 _PATIENCE = 1800.0  # seconds for what may take long: compiling, writing a checkpoint, preparing data
@@ -45,6 +50,7 @@ class Processes:
 
     Attributes:
         patient: others are waited for much longer than `timeout`, since they may be compiling.
+        hosts: the group in which the hosts of all processes agree; None where there is one process alone.
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class Processes:
         self.rank, self.size, self.local_rank, self.context, self.timeout = rank, size, local_rank, context, timeout
         self.patient = False
         self._store = store
-        self._hosts = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE)) if size > 1 else None
+        self.hosts = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE)) if size > 1 else None
 
     @property
     def is_first(self) -> bool:
@@ -90,7 +96,7 @@ class Processes:
             return value
         self.meet()
         values: list[Any] = [value]
-        dist.broadcast_object_list(values, src=0, group=self._hosts)
+        dist.broadcast_object_list(values, src=0, group=self.hosts)
         found: _Value = values[0]
         return found
 
@@ -184,7 +190,7 @@ class Processes:
         seconds = _PATIENCE if patient else self.timeout
         began = time.monotonic()
         try:
-            work = dist.all_reduce(tensor, operation, group=self._hosts, async_op=True)
+            work = dist.all_reduce(tensor, operation, group=self.hosts, async_op=True)
             work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             waited = time.monotonic() - began

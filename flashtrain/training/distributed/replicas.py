@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from flashtrain.interchange.shards import with_each_tensor
 from flashtrain.training.distributed.processes import ALONE, Processes
 
 
@@ -23,22 +24,37 @@ class Replicas:
     Args:
         processes: those of the run.
         strategy: ddp or fsdp, see `trainer.strategy`.
+        divided_by: neighbours, by rank, that divide the model among themselves; each such group has all of it. None for
+            all processes.
     """
 
-    def __init__(self, processes: Processes = ALONE, strategy: Literal["ddp", "fsdp"] = "ddp") -> None:
+    def __init__(
+        self,
+        processes: Processes = ALONE,
+        strategy: Literal["ddp", "fsdp"] = "ddp",
+        divided_by: int | None = None,
+    ) -> None:
         self.processes = processes
+        self.shards = divided_by or processes.size
         self.several = processes.size > 1
         self.sharded = self.several and strategy == "fsdp"
         self.replicated = self.several and not self.sharded
+        self._repeated: FSDPModule | None = None  # a divided model that several groups have
 
     def shard(self, model: nn.Module, blocks: nn.ModuleList, device: torch.device) -> None:
-        """Divide a model's weights among the processes: each block by itself, then the rest.
+        """Divide a model's weights among the processes (or those of each group): each block by itself, then the rest.
 
         All processes have made the same model; each keeps its rows of every weight, as another parameter on `device`.
         """
-        mesh = init_device_mesh(device.type, (self.processes.size,), mesh_dim_names=("shard",))
+        groups = self.processes.size // self.shards
+        if groups == 1:
+            mesh = init_device_mesh(device.type, (self.shards,), mesh_dim_names=("shard",))
+        else:
+            mesh = init_device_mesh(device.type, (groups, self.shards), mesh_dim_names=("replicate", "shard"))
         for module in (*blocks, model):
             fully_shard(module, mesh=mesh)
+        if groups > 1 and isinstance(model, FSDPModule):
+            self._repeated = model
         register_fsdp_forward_method(model, "read")
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -57,8 +73,10 @@ class Replicas:
     def accumulating(self, loss: Any, last: bool) -> AbstractContextManager[Any]:
         """Around a micro-batch: the gradients of all but the last of a step wait for it.
 
-        Not those of a divided model, whose whole gradients would take its memory again.
+        Those of a divided model only between groups: whole gradients would take its memory again.
         """
+        if self._repeated is not None:
+            self._repeated.set_requires_all_reduce(last)
         if last or not isinstance(loss, DistributedDataParallel):
             return nullcontext()
         return loss.no_sync()
@@ -82,14 +100,14 @@ def gathered(tree: Any, keep: bool) -> Any:
         tree: dicts, lists and tuples of anything.
         keep: this process wants them, in host memory; otherwise it only takes part.
     """
-    if isinstance(tree, DTensor):
-        whole = tree.full_tensor()
-        return whole.cpu() if keep else None
-    if isinstance(tree, dict):
-        return {key: gathered(value, keep) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(gathered(value, keep) for value in tree)
-    return tree
+
+    def whole(place: str, tensor: Tensor) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        found = tensor.full_tensor()
+        return found.cpu() if keep else None
+
+    return with_each_tensor(tree, whole)
 
 
 def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
@@ -98,6 +116,14 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
         return tensor
     moved = tensor.to(like.device)
     return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def room_like(like: Tensor | None, outline: Tensor) -> Tensor:
+    """Room for a stored tensor of the shape and dtype of `outline`: for this process's rows where `like` is divided and
+    as large, for the whole in host memory otherwise."""
+    if not isinstance(like, DTensor) or like.shape != outline.shape:
+        return torch.empty_like(outline, device="cpu")
+    return torch.empty_like(like, dtype=outline.dtype, requires_grad=False)
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -63,7 +63,13 @@ class Case:
     @property
     def shards(self) -> int:
         """Devices that the model is divided among."""
-        return self.devices if self.config.trainer.strategy == "fsdp" else 1
+        trainer = self.config.trainer
+        return (trainer.shard or self.devices) if self.devices > 1 and trainer.strategy == "fsdp" else 1
+
+    @property
+    def replicas(self) -> int:
+        """Devices, or groups of those that divide it, that have the model."""
+        return self.devices // self.shards
 
     @property
     def weight_bytes(self) -> int:

@@ -1,10 +1,11 @@
 """What devices that train together send to each other, and how long that takes.
 
-Bytes that a device sends in an optimiser step, with n devices, P parameters of r bytes, m micro-batches, and for a
-sequence that c devices share T tokens a device, L layers, query width A, key width K and w bytes a number:
+Bytes that a device sends in an optimiser step, where s devices divide the model (ddp: 1, fsdp: all, or trainer.shard)
+and g such groups have it, with P parameters of r bytes, m micro-batches, and for a sequence that c devices share T
+tokens a device, L layers, query width A, key width K and w bytes a number:
 
-    ddp      2 (n - 1) / n r P              gradients are summed once a step
-    fsdp     3 m (n - 1) / n r P            weights come for the forward and for the backward pass, gradients go
+    weights  3 m (s - 1) / s r P            they come for the forward and for the backward pass, gradients go
+    sums     2 (g - 1) / g r P / s          of gradients between those that have the same of the model, once a step
     ring     L m T (c - 1) (4 w + 8) K      keys and values go round in both passes, their float32 gradients in one
     ulysses  4 L m T (c - 1) / c w (A + K)  queries, keys, values and outputs are exchanged, and their gradients
 """
@@ -20,11 +21,21 @@ _BACKWARD = 2 / 3  # of the blocks' time: gradients of ddp can only go meanwhile
 
 def gradient_bytes(case: Case) -> float:
     """What a device sends of weights and gradients in a step."""
-    devices, whole = case.devices, case.weight_bytes * sum(count_parameters(case).values())
-    if devices == 1:
-        return 0.0
-    times = 3.0 * case.micro_batches if case.shards > 1 else 2.0
-    return times * (devices - 1) / devices * whole
+    return group_bytes(case) + sum_bytes(case)
+
+
+def group_bytes(case: Case) -> float:
+    """What a device sends of a divided model's weights and gradients in a step, to those that divide it with it."""
+    return 3.0 * case.micro_batches * (case.shards - 1) / case.shards * _model_bytes(case)
+
+
+def sum_bytes(case: Case) -> float:
+    """What a device sends of gradients in a step, to those that have the same of the model."""
+    return 2.0 * (case.replicas - 1) / case.replicas * _model_bytes(case) / case.shards
+
+
+def _model_bytes(case: Case) -> float:
+    return float(case.weight_bytes * sum(count_parameters(case).values()))
 
 
 def sequence_bytes(case: Case) -> float:

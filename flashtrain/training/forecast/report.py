@@ -12,7 +12,7 @@ from flashtrain.training.forecast.case import Case, count_parameters
 from flashtrain.training.forecast.choose import SAFE, describe
 from flashtrain.training.forecast.gpus import GIB, MEASURED
 from flashtrain.training.forecast.memory import Memory, host_bytes, step_memory
-from flashtrain.training.forecast.mesh import gradient_bytes, sequence_bytes
+from flashtrain.training.forecast.mesh import gradient_bytes, group_bytes, sequence_bytes, sum_bytes
 from flashtrain.training.forecast.time import Time, step_time
 from flashtrain.training.forecast.ways_out import SETTINGS, longest, ways_out
 
@@ -96,11 +96,15 @@ class Forecast:
         """What several devices share; all other figures are those of one of them."""
         case, trainer = self.case, self.case.config.trainer
         shared = f", {case.context} of them share each sequence ({trainer.context_method})" if case.context > 1 else ""
-        yield f"  {case.devices} devices, {trainer.strategy}{shared}; of each one:"
-        sent = f"  {'sent':<12}{gradient_bytes(case) / GIB:9.2f} GiB of weights and gradients"
-        if case.context > 1:
-            sent += f", {sequence_bytes(case) / GIB:.2f} GiB of sequences"
-        yield sent + (f" a step, at {case.gpu.link_gb_per_s:g} GB/s" if case.gpu else " a step")
+        groups = f" in {case.replicas} groups of {case.shards}" if min(case.replicas, case.shards) > 1 else ""
+        yield f"  {case.devices} devices, {trainer.strategy}{groups}{shared}; of each one:"
+        sent = {
+            "of weights and gradients": group_bytes(case) if groups else gradient_bytes(case),
+            "of gradients between the groups": sum_bytes(case) if groups else 0.0,
+            "of sequences": sequence_bytes(case) if case.context > 1 else 0.0,
+        }
+        told = ", ".join(f"{size / GIB:.2f} GiB {what}" for what, size in sent.items() if size)
+        yield f"  {'sent':<12}{told}" + (f" a step, at {case.gpu.link_gb_per_s:g} GB/s" if case.gpu else " a step")
 
     def advice(self) -> Iterator[str]:
         """What to change, where the run does not fit."""

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from flashtrain.config import Config
+from flashtrain.training.checkpoints import load
 
 from ...parallel.ranks import Ranks
-from ..conftest import ROOT, changed
+from ..conftest import ROOT, changed, metrics, summary
 
 
 @pytest.fixture(scope="session")
@@ -61,9 +62,11 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture
 def command(overrides: list[str]) -> Callable[..., subprocess.Popen]:
-    """Start train.py with a small run's command line, `by` torchrun where that is given."""
+    """Start train.py, or a script in its place, with a small run's command line, `by` torchrun where that is given."""
 
-    def start(*arguments: str, by: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
+    def start(
+        *arguments: str, by: tuple[str, ...] = (), script: str = "train.py", **environment: str
+    ) -> subprocess.Popen:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
         flags = [text for text in arguments if text.startswith("-")]
         keys = changed(
@@ -71,7 +74,7 @@ def command(overrides: list[str]) -> Callable[..., subprocess.Popen]:
             *(text for text in arguments if not text.startswith("-")),
         )
         return subprocess.Popen(
-            [sys.executable, *by, "train.py", *flags, *keys],
+            [sys.executable, *by, script, *flags, *keys],
             cwd=ROOT,
             env={**kept, "OMP_NUM_THREADS": "1", **environment},
             stdout=subprocess.PIPE,
@@ -82,7 +85,23 @@ def command(overrides: list[str]) -> Callable[..., subprocess.Popen]:
     return start
 
 
+def check_equal(alone: Path, together: Path, step: int, tolerance: float = 1e-9) -> None:
+    """Two runs have the same figures, and the same weights after that step."""
+    rows = zip(metrics(alone), metrics(together), strict=True)
+    for one, other in rows:
+        assert (one["step"], one["tokens"]) == (other["step"], other["tokens"])
+        losses = [name for name in one if "loss" in name or name == "grad_norm"]
+        for name in losses:
+            expected = one[name] and pytest.approx(float(one[name]), rel=tolerance)
+            assert (other[name] and float(other[name])) == expected, name
+    expected, found = weights(alone, step), weights(together, step)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance)
+    assert summary(together)["val_loss"] == pytest.approx(summary(alone)["val_loss"], rel=tolerance)
+
+
 def weights(folder: Path, step: int) -> dict[str, Any]:
     """The model's weights in a run's checkpoint."""
-    path = folder / "checkpoints" / f"step-{step:08d}.ckpt"
-    return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    weights: dict[str, Any] = load(folder / "checkpoints" / f"step-{step:08d}.ckpt")["state_dict"]
+    return weights

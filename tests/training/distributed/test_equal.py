@@ -12,8 +12,8 @@ from flashtrain.config import build, to_dict
 from flashtrain.config.resume import resumed
 from flashtrain.training.run import run
 
-from ..conftest import go_on, metrics, summary
-from .conftest import train, weights
+from ..conftest import go_on, metrics
+from .conftest import check_equal, train
 
 SHORT = ["trainer.max_steps=4", "trainer.val_every_n_steps=2", "trainer.checkpoint_every_n_steps=4"]
 SHORT += ["model.num_heads=4", "trainer.val_tokens=224"]  # 7 sequences: not the same number for all
@@ -28,10 +28,12 @@ CASES = {
     "ddp_with_muon": (2, ("trainer=ddp", "optimizer=muon", "data.recall_share=0.3")),
     "fsdp_with_dropout": (2, ("model.dropout=0.1", "trainer=fsdp", "optimizer.ema_decay=0.9", "memory=full")),
     "fsdp_of_four": (4, ("trainer=fsdp", *DOCUMENTS, "model.tie_embeddings=false", "optimizer.clip_norm=0.5")),
+    "fsdp_in_groups": (4, ("trainer=fsdp", "trainer.shard=2", *DOCUMENTS, "trainer.micro_batch_tokens=32")),
     "ring": (2, (*CONTEXT, "model.positions=learned", "memory=selective")),
     "ring_with_ddp": (2, (*CONTEXT, "trainer.strategy=ddp", *DOCUMENTS, "model.positions=rope")),
     "ring_with_window": (4, (*CONTEXT, "attention.window=9", "model.positions=rope")),
     "ring_on_a_mesh": (4, (*CONTEXT, "trainer.context=2", *DOCUMENTS)),
+    "ring_in_groups": (4, (*CONTEXT, "trainer.context=4", "trainer.shard=2", *DOCUMENTS)),
     "ring_over_blocks": (2, (*CONTEXT, *BLOCKS)),
     "ulysses": (2, (*CONTEXT, "trainer.context_method=ulysses", *DOCUMENTS)),
     "ulysses_on_a_mesh": (4, (*CONTEXT, "trainer.context_method=ulysses", "trainer.context=2", "memory=full")),
@@ -41,26 +43,15 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_several_processes_give_the_losses_and_weights_of_one(case, make_config, ranks, tmp_path, float64):
     size, changes = CASES[case]
-    alone = [change for change in changes if not change.startswith(("trainer=", "trainer.strategy", "trainer.context"))]
+    alone = [
+        change
+        for change in changes
+        if not change.startswith(("trainer=", "trainer.strategy", "trainer.context", "trainer.shard"))
+    ]
     assert run(make_config(*SHORT, *alone, "run_id=alone"), []) == 0
     together = make_config(*SHORT, f"trainer.devices={size}", *changes, "run_id=together")
     assert ranks(size).call(train, together, []) == [0] * size
     check_equal(tmp_path / "runs" / "alone", tmp_path / "runs" / "together", 4)
-
-
-def check_equal(alone: Path, together: Path, step: int, tolerance: float = 1e-9) -> None:
-    rows = zip(metrics(alone), metrics(together), strict=True)
-    for one, other in rows:
-        assert (one["step"], one["tokens"]) == (other["step"], other["tokens"])
-        losses = [name for name in one if "loss" in name or name == "grad_norm"]
-        for name in losses:
-            expected = one[name] and pytest.approx(float(one[name]), rel=tolerance)
-            assert (other[name] and float(other[name])) == expected, name
-    expected, found = weights(alone, step), weights(together, step)
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance)
-    assert summary(together)["val_loss"] == pytest.approx(summary(alone)["val_loss"], rel=tolerance)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(make_config, ranks, tmp_path, float64):

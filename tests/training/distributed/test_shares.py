@@ -10,7 +10,12 @@ from flashtrain.config import ConfigError, build, to_dict
 from flashtrain.config.started import check_started, started_processes
 from flashtrain.data.images import ImageSteps, StoredImages
 from flashtrain.data.sequences import SequenceSet, SequenceSteps
+from flashtrain.models.recompute import Recompute
 from flashtrain.training.distributed.processes import Processes
+from flashtrain.training.forecast import Forecast
+from flashtrain.training.forecast.case import Case
+from flashtrain.training.forecast.memory import step_memory
+from flashtrain.training.forecast.mesh import gradient_bytes, group_bytes, sum_bytes
 from flashtrain.training.text import TextData
 
 
@@ -71,6 +76,12 @@ def test_each_held_out_batch_counts_once_and_all_processes_have_equally_many(ite
         (["trainer.devices=4", "trainer=context_parallel", "seq_len=36"], "a multiple of twice as many, 8"),
         (["trainer.devices=4", "trainer=context_parallel", "trainer.context_method=ulysses"], "model.num_heads=2"),
         (["trainer.devices=2", "trainer=fsdp", "optimizer=muon"], "trainer=ddp or optimizer=adamw"),
+        (
+            ["trainer.devices=4", "trainer=fsdp", "trainer.shard=3"],
+            "trainer.shard=3: must divide trainer.devices=4, such as 2",
+        ),
+        (["trainer.devices=4", "trainer=fsdp", "trainer.shard=0"], "trainer.shard=0: would divide nothing"),
+        (["trainer.devices=4", "trainer.shard=2"], "trainer.shard=2 with trainer.strategy=ddp"),
         (["trainer.devices=2", "trainer.cuda_graph=true"], "trainer.cuda_graph=true with trainer.devices=2"),
     ],
 )
@@ -82,6 +93,22 @@ def test_what_devices_cannot_do_together_is_refused_with_the_way_out(make_config
 
 def test_the_way_out_of_a_step_that_cannot_be_shared_can_be_taken(make_config):
     assert build(to_dict(make_config("trainer.devices=3", "trainer.batch_tokens=288"))).sequences_per_micro_batch == 1
+
+
+def test_a_forecast_for_groups_lies_between_those_that_divide_the_model_among_all_and_not_at_all(make_config):
+    def case(*changes: str) -> Case:
+        sizes = ("trainer.devices=4", "seq_len=32", "trainer.batch_tokens=2k", "trainer.micro_batch_tokens=128")
+        return Case(make_config(*sizes, *changes), 256, "32-true", False, "sdpa", 1.0, Recompute(), None)
+
+    groups, all_of_them, ddp = case("trainer=fsdp", "trainer.shard=2"), case("trainer=fsdp"), case()
+    whole, rounds = sum_bytes(ddp) / (2 * 3 / 4), groups.micro_batches
+    assert rounds == 4
+    assert group_bytes(groups) == pytest.approx(3 * rounds / 2 * whole)
+    assert sum_bytes(groups) == pytest.approx(2 / 2 * whole / 2)
+    assert gradient_bytes(all_of_them) == pytest.approx(3 * rounds * 3 / 4 * whole)
+    kept = [step_memory(each).optimizer for each in (all_of_them, groups, ddp)]
+    assert kept[1:] == pytest.approx([2 * kept[0], 4 * kept[0]])
+    assert any("2 groups of 2" in line for line in Forecast.of(groups, 2.0**30).lines())
 
 
 def test_processes_of_torchrun_and_srun_are_counted_and_a_command_line_that_contradicts_is_refused():

@@ -5,8 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flashtrain import sweep
+from flashtrain.training import preemption
+from flashtrain.training.run import run
 
 from ..conftest import ROOT, metrics, summary
 from ..wandb_file import read_offline_run
@@ -27,6 +35,24 @@ def run_out(*about):
 register_optimizer_step_pre_hook(run_out)
 sys.argv = sys.argv[1:]
 runpy.run_path("train.py", run_name="__main__")
+"""
+ONE_IS_KILLED = """
+import itertools, os, signal
+
+from torch.distributed.checkpoint import FileSystemWriter
+
+times, write = itertools.count(1), FileSystemWriter.write_data
+
+def die(self, plan, planner):
+    if next(times) == 2:
+        (self.path / "__1_0.distcp").write_bytes(b"begun")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(self, plan, planner)
+
+if os.environ.get("RANK") == "1":
+    FileSystemWriter.write_data = die
+__file__ = os.path.abspath("train.py")  # runs here, under this script's name, so that its processes are this script too
+exec(compile(open(__file__).read(), __file__, "exec"))
 """
 LONG = ("trainer.max_steps=100k", "trainer.log_every_n_steps=5", "trainer.checkpoint_every_n_steps=10")
 
@@ -77,18 +103,12 @@ def test_a_sweep_of_jobs_with_two_processes_gives_each_one_folder_and_one_tracke
     assert [len(metrics(run)) for run in runs] == [3, 3]
 
 
-def test_torchrun_starts_one_run(command, tmp_path):
-    code, output = finished(command("run_id=both", "trainer=fsdp", "trainer.max_steps=3", by=TORCHRUN))
-    assert code == 0, output
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["both"]
-    assert summary(tmp_path / "runs" / "both")["status"] == "finished"
-    assert "devices: 2" in (tmp_path / "runs" / "both" / "config.yaml").read_text()
-
-
-def test_a_plan_for_several_processes_is_printed_once(command):
-    code, output = finished(command("plan.only=true", by=TORCHRUN))
-    assert code == 0, output
-    assert output.count("forecast for") == 1
+def test_a_plan_for_several_processes_is_printed_once(make_config, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert run(make_config("trainer.devices=2", "plan.only=true"), []) == 0
+    assert capsys.readouterr().out.count("forecast for") == 1
 
 
 def test_an_error_of_all_processes_is_told_once(command, tmp_path):
@@ -99,13 +119,15 @@ def test_an_error_of_all_processes_is_told_once(command, tmp_path):
     assert "rank 1: " not in (tmp_path / "runs" / "wrong" / "train.log").read_text()
 
 
-def test_a_process_that_runs_out_of_memory_is_named(command, tmp_path):
+def test_torchrun_starts_one_run_and_a_process_that_runs_out_of_memory_is_named(command, tmp_path):
     script = tmp_path / "one_runs_out.py"
     script.write_text(ONE_RUNS_OUT)
     code, output = finished(command(*LONG, "run_id=full", by=(*TORCHRUN, str(script)), PYTHONPATH=str(ROOT)))
     assert code == 1
     assert "rank 1: out of memory in step 23" in output
     folder = tmp_path / "runs" / "full"
+    assert [path.name for path in folder.parent.iterdir()] == ["full"]
+    assert "devices: 2" in (folder / "config.yaml").read_text()
     assert "rank 1: out of memory in step 23" in (folder / "train.log").read_text()
     assert summary(folder)["status"] == "failed"
     assert whole_checkpoint(folder) == 20
@@ -118,15 +140,17 @@ def test_a_run_that_exists_is_refused_once_and_at_once(command, tmp_path):
     assert output.count("there exists; continue it with resume=there") == 1
 
 
-def test_a_process_that_is_killed_is_named_and_the_last_checkpoint_is_whole(command, tmp_path):
-    process, folder = command(*LONG, "run_id=killed"), tmp_path / "runs" / "killed"
-    wait_for(process, folder, "step 25/")
-    os.kill(second_rank(process.pid), signal.SIGKILL)
-    code, output = finished(process, timeout=60)
+def test_a_process_that_is_killed_while_it_writes_is_named_and_the_last_checkpoint_is_whole(command, tmp_path):
+    script = tmp_path / "one_is_killed.py"
+    script.write_text(ONE_IS_KILLED)
+    parts = ("trainer=fsdp", "trainer.checkpoint_format=sharded", "run_id=killed")
+    code, output = finished(command(*LONG, *parts, script=str(script), PYTHONPATH=str(ROOT)))
+    folder = tmp_path / "runs" / "killed"
     assert code == 1
     assert "rank 1 of 2" in output and "killed by SIGKILL" in output
     assert summary(folder)["status"] == "failed"
-    assert whole_checkpoint(folder) >= 20
+    assert whole_checkpoint(folder) == 10
+    assert not (folder / "checkpoints" / "step-00000020.ckpt").exists()
 
 
 def test_a_process_that_hangs_is_named(command, tmp_path):
@@ -154,6 +178,57 @@ def test_sigterm_to_one_process_saves_and_stops_all(command, tmp_path):
     code, output = finished(command_to_go_on(process, "stopped", about["steps"] + 2))
     assert code == 0, output
     assert summary(folder)["steps"] == about["steps"] + 2
+
+
+def test_a_signal_that_comes_twice_at_once_counts_once_and_a_later_one_ends_the_process(monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(preemption.os, "_exit", ended.append)
+    stop = preemption.Preemption()
+    stop.install()
+    try:
+        # As Slurm does before a time limit and then at the end of a job: to all processes, some of which pass it on.
+        for number in (signal.SIGUSR2, signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.requested and stop.exit_code == 143
+        assert ended == []
+        later = time.monotonic() + 2
+        monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: later))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [143]
+    finally:
+        stop.restore()
+
+
+def test_a_job_that_a_launcher_starts_once_more_goes_on_with_its_run(tmp_path, monkeypatch):
+    commands: list[list[str]] = []
+
+    class Run:
+        def __init__(self, command: list[str]) -> None:
+            commands.append(command)
+
+        def wait(self) -> int:
+            return 0
+
+    hydra = SimpleNamespace(
+        sweep=SimpleNamespace(dir=str(tmp_path / "seeds")),
+        job=SimpleNamespace(num=1),
+        overrides=SimpleNamespace(task=["seed=2", "run_id=seeds"]),
+    )
+    monkeypatch.setattr(sweep.HydraConfig, "get", lambda: hydra)
+    monkeypatch.setattr(sweep.subprocess, "Popen", Run)
+    (tmp_path / "seeds").mkdir()
+    sweep.run_job(ROOT / "train.py")
+    assert commands[-1][-3:] == ["seed=2", "run_id=seeds/1", "logger.group=seeds"]
+    (tmp_path / "seeds" / "1" / "config.yaml").write_text("")
+    sweep.run_job(ROOT / "train.py")
+    assert commands[-1][-2:] == [f"runs_dir={tmp_path}", "resume=seeds/1"]
+
+
+def test_a_launcher_that_is_not_installed_is_named_before_the_sweep_has_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_submitit_launcher", None)
+    with pytest.raises(SystemExit, match=r"hydra/launcher=slurm: .* pip install hydra-submitit-launcher"):
+        sweep.prepare(["train.py", "-m", "hydra/launcher=slurm", f"runs_dir={tmp_path}", "run_id=seeds"])
+    assert not (tmp_path / "seeds").exists()
 
 
 def command_to_go_on(process: subprocess.Popen, run_id: str, steps: int) -> subprocess.Popen:
