@@ -1,12 +1,12 @@
 """Attention over a sequence that several ranks share, forward and backward, on GPT-2 small's heads (12 x 64, causal).
 
     python scripts/benchmark_context_parallel.py
-    torchrun --nproc-per-node 2 scripts/benchmark_context_parallel.py --distributed
+    torchrun --nproc-per-node 2 scripts/benchmark_context_parallel.py --distributed --peer torch
 
 On one GPU: the work of each rank of a ring, its shards, its joining of parts, its backward pass, one rank after
 another without a network, against 1 / ranks of the time of the whole. With --distributed: the ring and the exchange of
 heads (ulysses) on as many GPUs as processes, against one of them; and what is spent on communication, by the same work
-with copies in its place.
+with copies in its place. --peer torch adds PyTorch's context_parallel over its SDPA, against that on one GPU.
 
 out, dq, dk and dv are compared with those of one GPU. A wrong one gets no figures and makes the script end with 1.
 """
@@ -27,12 +27,17 @@ from measuring.correctness import WrongResult
 from measuring.environment import choose_device
 from measuring.report import Report, gpu_is_lost, names, parse_arguments, reason, say, sizes, table
 from measuring.shared_sequence import (
+    TORCH,
     Differentiable,
     OneRank,
     StayingRing,
+    by_torch,
     bytes_sent,
+    check_together,
     differences,
     take_rounds,
+    time_together,
+    with_torch,
 )
 from measuring.timing import Stopwatch
 from torch import Tensor
@@ -81,10 +86,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--backend", default="auto", help="as attention takes it (auto)")
     parser.add_argument("--seconds", type=float, default=10.0, help="timed seconds a row, two rounds at least (10)")
+    parser.add_argument("--peer", action="append", default=[], choices=["torch"], help="--distributed: PyTorch's own")
     parser.add_argument("--distributed", action="store_true", help="one rank in each process that torchrun started")
     arguments = parse_arguments(parser, argv, "context_parallel")
     if arguments.dry_run:
         arguments.lengths, arguments.num_heads, arguments.head_dim, arguments.seconds = [64, 128], 4, 16, 0.01
+    if arguments.peer and not arguments.distributed:
+        parser.error("--peer torch: needs --distributed, since it has no rank of one process")
     arguments.num_kv_heads = arguments.num_kv_heads or arguments.num_heads
     return arguments
 
@@ -101,6 +109,8 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
         found["communication"] = (
             "1 - time with copies in place of what is sent / time; what computing hides is not in it"
         )
+    if arguments.peer:
+        found["peer"] = "torch.distributed.tensor.experimental.context_parallel; whole: the same kernels on one GPU"
     return found
 
 
@@ -184,14 +194,15 @@ def _results(played: RingInOneProcess, ranks: list[OneRank]) -> list[Tensor]:
 
 
 def measure_shared(seq_len: int, arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each method, the same in all processes."""
+    """A row for each method, the same in all processes; the peer's come last."""
     rows: list[dict[str, Any]] = []
-    for method in arguments.methods:
+    for method in (*arguments.methods, *(TORCH if "torch" in arguments.peer else ())):
         row: dict[str, Any] = {"seq_len": seq_len, "ranks": dist.get_world_size(), "method": method}
         row |= {"failed": None, "wrong": False}
         rows.append(row)
+        measure = shared_by_torch if method in TORCH else shared
         try:
-            row.update(shared(Whole(seq_len, arguments, device), method, Stopwatch(device), arguments.seconds))
+            row.update(measure(Whole(seq_len, arguments, device), method, Stopwatch(device), arguments.seconds))
         except Exception as error:
             row["failed"], row["wrong"] = reason(error), isinstance(error, WrongResult)
         release(device)
@@ -209,7 +220,7 @@ def shared(whole: Whole, method: str, watch: Stopwatch, seconds: float) -> dict[
     plan = parallel.lower(Causal(), 1, q.shape[2], q.device)
     *inputs, dout = shards = whole.shards(rank, size)
     call = Differentiable(functools.partial(parallel, plan=plan), inputs, dout)
-    errors = differences(call.results(), [shard(x, rank, size, dim=2) for x in whole.call.results()])
+    errors = check_together(call.results(), [shard(x, rank, size, dim=2) for x in whole.call.results()])
     alone: StayingRing | Differentiable
     if isinstance(plan, HeadsPlan):
         own: HeadsPlan = plan
@@ -218,29 +229,40 @@ def shared(whole: Whole, method: str, watch: Stopwatch, seconds: float) -> dict[
         )
     else:
         alone = StayingRing(plan, whole.backend, shards)
-    times = []
-    for each in (whole.call, call, alone):  # not in turns: a rank that comes late would be waited for
-        dist.barrier()
-        found = take_rounds([each], watch, seconds / 3, agree=lambda rounds: int(_most([rounds], q.device)[0]))
-        times.append(
-            {name: dict(zip(x, _most(list(x.values()), q.device), strict=True)) for name, x in found[0].items()}
-        )
-    one, together, without = (each_time["both_ms"]["median"] for each_time in times)
+    # Not in turns: a rank that comes late would be waited for.
+    times = [time_together(each, watch, seconds / 3) for each in (whole.call, call, alone)]
+    together, without = (each["both_ms"]["median"] for each in times[1:])
     return {
         "backend": whole.backend,
-        **dict(zip(("whole", "slowest", "without_communication"), times, strict=True)),
-        "of_a_share": together * size / one,
-        "speed_up": one / together,
+        **beside_whole(times[0], times[1], size),
+        "without_communication": times[2],
         "communication": 1 - without / together,
         "differences": errors,
     }
 
 
-def _most(values: list[float], device: torch.device) -> list[float]:
-    """Of each number the largest of all ranks: what the slowest one takes."""
-    numbers = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return numbers.tolist()
+def shared_by_torch(whole: Whole, name: str, watch: Stopwatch, seconds: float) -> dict[str, Any]:
+    """PyTorch's context parallel against its own kernels on one GPU, once its results are ours; raises WrongResult."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    expected = [shard(x, rank, size, dim=2) for x in whole.call.results()]
+    *inputs, dout = whole.tensors
+    one = time_together(Differentiable(by_torch(name), inputs, dout), watch, seconds / 3)
+
+    def check_and_time(call: Differentiable) -> tuple[dict[str, Any], dict[str, Any]]:
+        return check_together(call.results(), expected), time_together(call, watch, seconds / 3)
+
+    errors, together = with_torch(name, whole.tensors, check_and_time)
+    kernels, rotation = TORCH[name]
+    return {
+        "backend": f"{kernels.name.lower()}, {rotation}",
+        **beside_whole(one, together, size),
+        "differences": errors,
+    }
+
+
+def beside_whole(whole: dict[str, Any], together: dict[str, Any], size: int) -> dict[str, Any]:
+    one, shared = whole["both_ms"]["median"], together["both_ms"]["median"]
+    return {"whole": whole, "slowest": together, "of_a_share": shared * size / one, "speed_up": one / shared}
 
 
 def release(device: torch.device) -> None:

@@ -1,5 +1,5 @@
 """Pictures of what the benchmarks measured: benchmark_attention.py, benchmark_memory.py, benchmark_training.py,
-benchmark_longest.py, benchmark_block_sparse.py and benchmark_approximate.py.
+benchmark_longest.py, benchmark_scaling.py, benchmark_block_sparse.py and benchmark_approximate.py.
 
 python scripts/plot_benchmarks.py benchmarks/attention.json --out docs/attention.png
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring.drawing import COLOURS, figure, save
+from measuring.scaling_drawing import scaling
 
 from flashtrain.config.sizes import format_size
 
@@ -252,6 +253,7 @@ DRAWINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "memory": memory,
     "training": training,
     "longest": longest,
+    "scaling": scaling,
     "block_sparse": block_sparse,
     "block_sparse_figure": block_sparse_figure,
     "approximate": by_length,

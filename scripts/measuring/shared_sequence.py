@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtrain.parallel import ring
 from flashtrain.parallel.one_process import RingInOneProcess
@@ -17,6 +21,14 @@ from measuring.timing import Stopwatch, spread
 NAMES = ("out", "dq", "dk", "dv")
 # Two results that are each rounded to bfloat16, and so is what they are summed up from, differ by about 0.3 % rms.
 LARGEST_DIFFERENCE = 2.0**-7
+# PyTorch's own context parallel, a prototype: its kernels, and how its keys and values come to the other ranks.
+TORCH = {
+    "torch_flash": (SDPBackend.FLASH_ATTENTION, "allgather"),
+    "torch_flash_alltoall": (SDPBackend.FLASH_ATTENTION, "alltoall"),
+    "torch_cudnn": (SDPBackend.CUDNN_ATTENTION, "allgather"),
+    "torch_cudnn_alltoall": (SDPBackend.CUDNN_ATTENTION, "alltoall"),
+}
+_Found = TypeVar("_Found")
 
 
 class Call(Protocol):
@@ -111,6 +123,65 @@ def take_rounds(
     return [
         {name: spread([watch.ms(each[i], each[j]) for each in own]) for name, (i, j) in names.items()} for own in marks
     ]
+
+
+def most_of_all(values: Sequence[float], device: torch.device) -> list[float]:
+    """Of each number the largest of all ranks: what the slowest one takes."""
+    numbers = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return numbers.tolist()
+
+
+def time_together(call: Call, watch: Stopwatch, seconds: float) -> dict[str, dict[str, float]]:
+    """As `take_rounds`, for a call that all ranks make together: what the slowest one takes."""
+    dist.barrier()
+    found = take_rounds([call], watch, seconds, agree=lambda rounds: int(most_of_all([rounds], watch.device)[0]))[0]
+    return {name: dict(zip(x, most_of_all(list(x.values()), watch.device), strict=True)) for name, x in found.items()}
+
+
+def check_together(found: Sequence[Tensor], whole: Sequence[Tensor]) -> dict[str, dict[str, float]]:
+    """As `differences`, which raise in all ranks or in none: whoever went on alone would wait for the others.
+
+    Raises:
+        WrongResult: more than rounding, here or on another rank.
+    """
+    wrong: WrongResult | None = None
+    compared: dict[str, dict[str, float]] = {}
+    try:
+        compared = differences(found, whole)
+    except WrongResult as error:
+        wrong = error
+    if most_of_all([float(wrong is not None)], found[0].device)[0]:
+        raise wrong or WrongResult("another rank's result differs from one GPU's")
+    return compared
+
+
+def by_torch(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """PyTorch's causal attention by the kernels of TORCH: of a whole sequence or, inside `with_torch`, of shards."""
+    kernels, _ = TORCH[name]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        with sdpa_kernel(kernels):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
+
+    return attend
+
+
+def with_torch(name: str, whole: Sequence[Tensor], work: Callable[[Differentiable], _Found]) -> _Found:
+    """`work` with PyTorch's attention over this rank's shards of q, k, v and dout, which it cuts as `shard` does."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(TORCH[name][1])
+    mesh = init_device_mesh(whole[0].device.type, (dist.get_world_size(),))
+    *inputs, dout = shards = [x.clone() for x in whole]
+    with context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 4, no_restore_buffers=set(shards)):
+        try:
+            return work(Differentiable(by_torch(name), inputs, dout))
+        except Exception as error:
+            failure = error  # it would leave PyTorch's attention replaced if this went through it
+    raise failure
 
 
 def differences(found: Sequence[Tensor], whole: Sequence[Tensor]) -> dict[str, dict[str, float]]:

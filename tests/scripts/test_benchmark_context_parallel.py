@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import benchmark_context_parallel
 import pytest
 import torch
+import torch.nn.functional as F
 from measuring import shared_sequence
 from measuring.correctness import WrongResult
 
 from flashtrain.parallel import partial
-from tests.scripts.conftest import check_facts
+from tests.scripts.conftest import ROOT, check_facts
 
 
 def test_every_size_of_a_ring_is_measured_and_compared(dry_run):
@@ -41,3 +47,57 @@ def test_nan_is_a_wrong_result():
     whole = [torch.ones(4)] * 4
     with pytest.raises(WrongResult, match="dk"):
         shared_sequence.differences([*whole[:2], torch.full((4,), float("nan")), whole[3]], whole)
+
+
+def test_two_processes_share_a_sequence_and_a_peer_that_cannot_is_a_row_with_its_reason(tmp_path):
+    """PyTorch 2.11 has no context parallel on a CPU; the rows beside it and behind it have their figures."""
+    script, out = ROOT / "scripts" / "benchmark_context_parallel.py", tmp_path / "result.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), "--distributed"]
+    arguments = ["--dry-run", "--device", "cpu", "--out", str(out), "--peer", "torch"]
+    subprocess.run([*launch, *arguments], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in rows] == 2 * ["ring", "ulysses", *shared_sequence.TORCH]
+    for row in rows:
+        if row["method"] in shared_sequence.TORCH:
+            assert (row["failed"] is None) == ("whole" in row)
+        else:
+            assert row["failed"] is None and row["ranks"] == 2 and "communication" in row
+            assert row["speed_up"] == pytest.approx(2 / row["of_a_share"], rel=1e-4)
+
+
+def test_the_peer_needs_several_processes(capsys):
+    with pytest.raises(SystemExit):
+        benchmark_context_parallel.parse(["--peer", "torch"])
+    assert "--distributed" in capsys.readouterr().err
+
+
+def test_a_result_that_is_wrong_on_another_rank_alone_is_wrong_here_too(monkeypatch):
+    """Whoever measured on would wait for the other one."""
+    whole = [torch.ones(4)] * 4
+    monkeypatch.setattr(shared_sequence, "most_of_all", lambda values, device: [1.0])
+    with pytest.raises(WrongResult, match="another rank"):
+        shared_sequence.check_together(whole, whole)
+    with pytest.raises(WrongResult, match="dk"):
+        shared_sequence.check_together([*whole[:2], torch.zeros(4), whole[3]], whole)
+
+
+def test_a_peer_that_fails_leaves_pytorchs_attention_as_it_was(single_process):
+    attention, shape = F.scaled_dot_product_attention, (1, 2, 16, 8)
+    whole = [torch.ones(shape) for _ in range(4)]
+
+    def fail(call):
+        assert F.scaled_dot_product_attention is not attention
+        raise RuntimeError("lost")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lost"):
+            shared_sequence.with_torch("torch_flash", whole, fail)
+        assert F.scaled_dot_product_attention is attention
+    assert all(x.shape == shape for x in whole)
+
+
+@pytest.fixture
+def single_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
