@@ -7,9 +7,10 @@
     python scripts/evaluate.py runs/<run_id> --images lra32 --count 20000        a Pathfinder classifier
     python scripts/evaluate.py runs/<run_id> --release lra_release --side 32     the Long Range Arena's test images
     python scripts/evaluate.py runs/<run_id> --npz images.npz
+    python scripts/evaluate.py weights/<name>                                    an exported classifier
 
-Takes a run's newest checkpoint (the mean of the weights, where the run kept one), a checkpoint file, or a language
-model in a Hugging Face folder.
+Takes a run's newest checkpoint (the mean of the weights, where the run kept one), a checkpoint file, what
+scripts/export.py wrote of a classifier, or a language model in a Hugging Face folder.
 
 Language models: perplexity on held-out text with sliding windows, loss by position, passkeys found over a grid of depth
 and length, associative recall and induction. Pathfinder classifiers: accuracy with its standard error, that of each
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the run's folder, a checkpoint, or a Hugging Face folder")
+    parser.add_argument("run", type=Path, help="the run's folder, a checkpoint, or an exported folder")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--seed", type=int, default=12345, help="of whatever is generated (12345)")
     parser.add_argument("--commit", help="commit of the code, where it runs outside a git clone")

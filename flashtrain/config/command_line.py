@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -87,7 +87,7 @@ def _composed(overrides: Sequence[Override], group: str, conf: Path) -> list[tup
     groups = [override for override in overrides if (conf / override.key_or_group).is_dir()]
     fixed = [str(override.input_line) for override in groups if not override.is_sweep_override()]
     swept = [override for override in groups if override.is_sweep_override() and override.key_or_group == group]
-    choices = [[f"{group}={value}"] for override in swept for value in _values(override)] or [[]]
+    choices = [[f"{group}={value}"] for override in swept for value in _choices_of(override, conf)] or [[]]
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
             return [
@@ -134,14 +134,18 @@ def _problems_of(override: Override, key: str, conf: Path) -> Iterator[str]:
     types = leaf_types()
     if (conf / key).is_dir():
         choices = sorted(path.stem for path in (conf / key).glob("*.yaml"))
-        for value in _values(override):
-            if value is not None and str(value) not in choices:
+        for value in _choices_of(override, conf):
+            if value is None:
+                yield f"{override.input_line}: a group is left out by ~{key}; write '~{key}'"
+            elif str(value) not in choices:
                 yield _unknown_choice(key, str(value), choices)
     elif any(known.startswith(f"{key}.") for known in types):
         first = next(known for known in types if known.startswith(f"{key}."))
         yield f"{override.input_line}: {key} is a section with keys of its own; give one of them, such as {first}=..."
     elif key not in types:
         yield unknown_key(key)
+    elif isinstance(override.value(), Glob):
+        yield f"{override.input_line}: glob() chooses among the files of a group, and {key} is none; list its values"
     elif override.is_delete():
         yield f"~{key}: a key cannot be removed; set it to null if it allows that"
     else:
@@ -153,8 +157,17 @@ def _problems_of(override: Override, key: str, conf: Path) -> Iterator[str]:
                 yield f"{key}={value}: {error}"
 
 
+def _choices_of(override: Override, conf: Path) -> list[Any]:
+    """What an override of a group chooses; of glob(...) the files that it stands for."""
+    pattern = override.value()
+    if not isinstance(pattern, Glob):
+        return _values(override)
+    there = sorted(path.stem for path in (conf / override.key_or_group).glob("*.yaml"))
+    return pattern.filter(there) or [override.get_value_element_as_str()]  # told as a choice that there is not
+
+
 def _values(override: Override) -> list[Any]:
-    """The value, or each one of a sweep; nothing where it is only known later (interpolations, glob)."""
+    """The value, or each one of a sweep; nothing where it is only known later (interpolations)."""
     if override.is_delete():
         return []
     if override.is_sweep_override():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ from flashtrain.interchange.config_json import architecture_of, config_json
 from flashtrain.interchange.tensors import write
 from flashtrain.interchange.tokenizer_files import write_tokenizer
 from flashtrain.interchange.weights import parts
+from flashtrain.interchange.whole_folder import whole_folder
 from flashtrain.models.dimensions import Dimensions
 from flashtrain.models.gpt import GPT
 
@@ -52,8 +51,6 @@ def save(
     folder, config, sizes = Path(folder), model.config, Dimensions.of(model.config)
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder; give another")
     model_type = architecture_of(config, window)
     lengths = {
         "num_kv_heads": sizes.num_kv_heads,
@@ -73,19 +70,10 @@ def save(
         for part in parts(config, model_type, model.vocab_size, model.seq_len)
         for name, tensor in part.theirs(weights)
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with whole_folder(folder) as partial:
         (partial / "config.json").write_text(json.dumps(about, indent=2) + "\n")
         (partial / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
         write(theirs, partial, max_shard_bytes)
         if tokenizer is not None:
             write_tokenizer(tokenizer, partial, model.seq_len)
-        partial.chmod(0o755)  # mkdtemp's folders are private
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return model_type

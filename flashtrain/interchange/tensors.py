@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +85,22 @@ class Tensors:
             ValueError: listing what is missing, left over, or of another shape.
         """
         wanted = {name: shape for part in parts for name, shape in part.source_shapes().items()}
-        extra = {*self.shapes} - {*wanted}
-        if tied and "lm_head.weight" in extra:
-            extra.remove("lm_head.weight")
+        copies = {"lm_head.weight"} & {*self.shapes} - {*wanted} if tied else set()
+        if copies:
             self._check_copy(next(part.sources[0] for part in parts if part.name == "token_embedding.weight"))
+        self.hold_against(wanted, "config.json", copies)
+
+    def hold_against(self, wanted: Mapping[str, tuple[int, ...]], config: str, ignored: Set[str] = frozenset()) -> None:
+        """Hold names and shapes against `wanted`, which the file called `config` asks for.
+
+        Raises:
+            ValueError: as `check`.
+        """
         problems = [
             *(f"{name} is missing" for name in wanted if name not in self.shapes),
-            *(f"{name} is not part of such a model" for name in sorted(extra)),
+            *(f"{name} is not part of such a model" for name in sorted({*self.shapes} - {*wanted} - ignored)),
             *(
-                f"{name} is {list(self.shapes[name])} and config.json makes it {list(shape)}"
+                f"{name} is {list(self.shapes[name])} and {config} makes it {list(shape)}"
                 for name, shape in wanted.items()
                 if name in self.shapes and self.shapes[name] != shape
             ),
@@ -101,8 +108,8 @@ class Tensors:
         if problems:
             more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ValueError(
-                f"{self.folder}: the weights are not those of its config.json: {'; '.join(problems[:5])}{more}. "
-                "Copy config.json and all weights of one checkpoint"
+                f"{self.folder}: the weights are not those of its {config}: {'; '.join(problems[:5])}{more}. "
+                f"Copy {config} and all weights of one checkpoint"
             )
 
     def _check_copy(self, embedding: str) -> None:
@@ -117,6 +124,12 @@ class Tensors:
         file, stored = self._place[name]
         return self._open[file].get_tensor(stored)
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What stands beside the weights, in the first of the files."""
+        first = next(iter(self._open.values()))
+        return first.metadata() or {}
+
 
 def _open_file(path: Path) -> Any:
     try:
@@ -125,8 +138,14 @@ def _open_file(path: Path) -> Any:
         raise ValueError(f"{path}: not a whole safetensors file ({error}); copy it again") from error
 
 
-def write(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int) -> None:
-    """Write the tensors as one file, or as several with an index where they are more than `max_shard_bytes`."""
+def write(
+    tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write the tensors as one file, or as several with an index where they are more than `max_shard_bytes`.
+
+    metadata: what stands beside them in each file.
+    """
+    beside = {"format": "pt", **(metadata or {})}
     shards: list[dict[str, Tensor]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
@@ -136,11 +155,11 @@ def write(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int) -> 
         shards[-1][name] = tensor
         filled += tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
+        save_file(shards[0], folder / SINGLE, metadata=beside)
         return
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for file, shard in zip(files, shards, strict=True):
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        save_file(shard, folder / file, metadata=beside)
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},

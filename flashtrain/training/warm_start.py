@@ -1,4 +1,4 @@
-"""Starting from another run's weights, of the same sizes or of a smaller image, or from a Hugging Face folder."""
+"""Starting from another run's weights, of the same sizes or of a smaller image, or from a folder of weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flashtrain.config import build
 from flashtrain.config.hugging_face import is_hugging_face_folder, model_config, read_architecture
+from flashtrain.interchange.classifier_folder import is_classifier_folder, read_classifier
 from flashtrain.interchange.loading import read_weights
 from flashtrain.models.classifier import Classifier
 from flashtrain.models.gpt import GPT
@@ -30,7 +31,8 @@ def warm_start(model: nn.Module, init_from: str, runs_dir: str) -> None:
     a shorter context are extended as the model's config says (see `extension.fit_positions`).
 
     Args:
-        init_from: a run's id under `runs_dir`, a run's folder, a checkpoint file, or a Hugging Face folder.
+        init_from: a run's id under `runs_dir`, a run's folder, a checkpoint file, an exported classifier's folder, or a
+            Hugging Face folder.
 
     Raises:
         ValueError: no such run or checkpoint, or weights of other names or shapes, which are listed.
@@ -63,9 +65,12 @@ def warm_start(model: nn.Module, init_from: str, runs_dir: str) -> None:
 def _weights(init_from: str, runs_dir: str) -> tuple[Path, dict[str, Tensor], Trained]:
     """Path of the checkpoint, its model's weights by name, and what they were trained for."""
     for path in (Path(init_from), Path(runs_dir) / init_from):
-        if path.is_file():
+        if ckpt.is_checkpoint(path):
             checkpoint = ckpt.load(path)
             break
+        if is_classifier_folder(path):
+            exported = read_classifier(path)
+            return path, exported.weights, Trained(exported.config.model, exported.config.seq_len)
         if path.is_dir():
             found = ckpt.newest(path / "checkpoints")
             if found is None:

@@ -112,9 +112,22 @@ def tell(run: Run, result: dict[str, Any]) -> None:
     rows += [(f"of class {c['class']}", c["images"], c["accuracy"], c["accuracy_error"]) for c in result["classes"]]
     if short["accuracy"] is not None:
         rows.append(("the discs' distance alone", about["count"], short["accuracy"], short["accuracy_error"]))
-    cells = [(name, count, *("" if v is None else f"{100 * v:.2f}" for v in values)) for name, count, *values in rows]
+    if (known := published(run)) is not None:
+        rows.append(known)
+    cells = [
+        (name, count or "", *("" if v is None else f"{100 * v:.2f}" for v in values)) for name, count, *values in rows
+    ]
     say(table(["", "images", "%", "+-"], cells))
     if short["accuracy"] is None:
         say(f"the discs' distance alone: not available, {short['why']}")
     speed, how = result["images_per_second"], f"{result['precision']}, {result['attention_backend']} attention"
     say(f"{speed:,.0f} images/s in batches of {result['batch']}, {result['gpu']}, {how}")
+
+
+def published(run: Run) -> tuple[str, int | None, float, float] | None:
+    """What an exported classifier says of itself, as a row; None for a run."""
+    said = run.summary
+    if "weights_dtype" not in said or said["accuracy"] is None:
+        return None
+    on = said["evaluated"] if isinstance(said["evaluated"], str) else said["evaluated"]["name"]
+    return f"as published ({on})", said.get("images"), said["accuracy"], said["accuracy_error"]

@@ -36,10 +36,14 @@ class Run:
     rows: list[dict[str, str]]
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
-        """Raises ValueError: the run is not finished."""
+    def read(cls, folder: Path, failed: bool = False) -> Run:
+        """failed: runs that failed or diverged are read too.
+
+        Raises:
+            ValueError: the run is not finished.
+        """
         summary = json.loads((folder / "summary.json").read_text())
-        if summary.get("status") != "finished":
+        if summary.get("status") not in ("finished", *(("failed", "diverged") if failed else ())):
             raise ValueError(f"{folder}: the run is {summary.get('status')!r}, not finished; go on with resume=")
         config = dict(flat(yaml.safe_load((folder / "config.yaml").read_text())))
         return cls(str(summary["run_id"]), summary, config, metrics(folder))

@@ -11,12 +11,17 @@ import yaml
 from torch import Tensor
 
 from flashtrain.config import Config, build
-from flashtrain.training.checkpoints import load, newest, weights_of
+from flashtrain.interchange.classifier_folder import is_classifier_folder, read_classifier
+from flashtrain.training.checkpoints import is_checkpoint, load, newest, weights_of
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it lies on disk. weights: of its model, by name. corpus: fingerprint of what it was trained on."""
+    """A run as it lies on disk, or what was exported of it.
+
+    weights: of its model, by name. averaged: whether they are a running mean. corpus: fingerprint of what it was
+    trained on. summary: its summary.json, or an exported classifier's result.json.
+    """
 
     id: str
     config: Config
@@ -28,18 +33,22 @@ class Run:
 
 
 def load_run(folder: Path) -> Run:
-    """Configuration and newest checkpoint of a run's folder, or those of a checkpoint file.
+    """Configuration and newest checkpoint of a run's folder, or those of a checkpoint file or an exported classifier.
 
     Raises:
-        ValueError: it is no run's folder, or has no checkpoint that can be read.
+        ValueError: it is none of these, or has no checkpoint that can be read.
     """
-    if folder.is_file():
+    if is_classifier_folder(folder):
+        read = read_classifier(folder)
+        return Run(folder.resolve().name, read.config, read.step, read.weights, read.averaged, read.corpus, read.result)
+    if is_checkpoint(folder):
         checkpoint = load(folder)
         return _run(folder.stem, build(checkpoint["flashtrain"]["config"]), checkpoint, {})
     file = folder / "config.yaml"
     if not file.is_file():
         raise ValueError(
-            f"{folder}: not the folder of a run, config.yaml is not in it; give runs/<run_id> or a checkpoint"
+            f"{folder}: not the folder of a run, config.yaml is not in it; give runs/<run_id>, a checkpoint, or an "
+            "exported classifier's folder"
         )
     found = newest(folder / "checkpoints")
     if found is None:

@@ -37,6 +37,9 @@ def problems_of(*arguments: str) -> str:
         ("seq_len=", "expected a size"),
         ("attention=flash,sdap", "did you mean attention=sdpa"),
         ("seq_len=4k,16q", "seq_len=16q"),
+        ("experiment=glob(nobody*)", "no such choice; "),
+        ("curriculum=null", "write '~curriculum'"),
+        ("seed=glob(1*)", "seed=glob(1*): glob() chooses among the files of a group, and seed is none"),
     ],
 )
 def test_a_mistake_names_the_key_and_what_to_write(argument, hint):
@@ -64,6 +67,12 @@ def test_right_command_lines_pass():
          "data.path=null", "logger.tags=[a,b]", "hydra.verbose=true", "run_id=17", "optimizer.lr=1e-3,3e-4"],
         CONF,
     )  # fmt: skip
+
+
+def test_a_pattern_stands_for_the_files_of_a_group():
+    check_overrides(["-m", "experiment=glob(pathfinder64*)", "seed=1,2", "trainer.max_steps=9"], CONF)
+    told = problems_of("-m", "images=glob([pathfinder,npz])", "images.sides=3")
+    assert "did you mean 'images.side'" in told and "no such choice" not in told
 
 
 def test_a_wrong_command_stops_within_seconds_and_without_torch():
