@@ -1,10 +1,9 @@
 """A step recorded as one CUDA graph.
 
-A small model on small images leaves the GPU waiting: launching the thousand kernels of a step takes the host longer
-than the GPU takes to run them; and between kernels of a large one there is a gap of a microsecond or two. A recording
-launches them all at once, with the same arguments and the same memory. So whatever differs from step to step must lie
-on the device: the batch, the number of its targets, the learning rates, the share of the running mean, and PyTorch's
-random numbers, whose seed a graph reads when it is launched.
+A small model leaves the GPU waiting: launching the thousand kernels of a step takes the host longer than the GPU takes
+to run them. A recording launches them all at once, with the same arguments and the same memory. So whatever differs
+from step to step must lie on the device: the batch, the number of its targets, the learning rates, the share of the
+running mean, and PyTorch's random numbers, whose seed a graph reads when it is launched.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from flashtrain.models.recompute import Recompute
 
 if TYPE_CHECKING:
     from flashtrain.config import Config
-    from flashtrain.training.forecast import Forecast
     from flashtrain.training.task import Task
 
-COMPILE_FROM = 10_000_000  # parameters from which trainer.compile=auto compiles
-
-# Share of the GPU's memory up to which trainer.cuda_graph=auto records: what a graph holds, validation cannot use.
-_SHARE_TO_RECORD = 0.5
+# Parameters from which kernels run for longer than it takes to launch them: trainer.compile=auto compiles from there
+# on, and trainer.cuda_graph=auto records below.
+COMPILE_FROM = 10_000_000
 
 # Kernels are compiled, plans are made and the optimiser's state is laid out in the first steps.
 _WARM_UP_STEPS = 3
@@ -131,11 +128,13 @@ def why_not_recorded(task: Task, config: Config, device: torch.device) -> str | 
     return None
 
 
-def choose_launching(task: Task, config: Config, device: torch.device, forecast: Forecast) -> str:
+def choose_launching(task: Task, config: Config, device: torch.device) -> str:
     """Record the steps of `task` and compile its model as configured; what was chosen, for the log.
 
-    `trainer.compile=auto` does so where it pays within a run of minutes: for large models, and for recorded steps on
-    images, which take as long as their kernels do; others may take as long as it takes to launch them.
+    `trainer.cuda_graph=auto` does so for small models: GPT-2 small was no faster for it, and a graph holds memory that
+    validation could use. `trainer.compile=auto` does so where it pays within a run of minutes: for large models, and
+    for recorded steps on images, which take as long as their kernels do; others may take as long as it takes to launch
+    them.
 
     Raises:
         ValueError: trainer.cuda_graph=true where that cannot be.
@@ -143,14 +142,12 @@ def choose_launching(task: Task, config: Config, device: torch.device, forecast:
     wanted, reason = config.trainer.cuda_graph, why_not_recorded(task, config, device)
     if wanted is True and reason is not None:
         raise ValueError(f"trainer.cuda_graph=true: {reason}, or write trainer.cuda_graph=auto")
-    if wanted == "auto" and reason is None and forecast.memory.peak > _SHARE_TO_RECORD * forecast.device_bytes:
-        reason = f"it would hold more than {_SHARE_TO_RECORD:.0%} of the memory"
-    recorded = wanted is not False and reason is None
+    large = sum(p.numel() for p in task.model.parameters()) >= COMPILE_FROM
+    recorded = reason is None and (wanted is True or (wanted == "auto" and not large))
     if recorded:
         task.record_steps(GraphRecorder())
     compiled = config.trainer.compile
     if compiled == "auto":
-        large = sum(p.numel() for p in task.model.parameters()) >= COMPILE_FROM
         compiled = device.type == "cuda" and (large or (recorded and task.COMPILED_IF_RECORDED))
     if compiled:
         task.compile_model()
@@ -158,4 +155,4 @@ def choose_launching(task: Task, config: Config, device: torch.device, forecast:
     if recorded:
         return f"{said}, a step is one CUDA graph"
     slower = wanted == "auto" and device.type == "cuda" and task.COMPILED_IF_RECORDED
-    return f"{said}, no CUDA graph: {reason}" if slower else said
+    return f"{said}, no CUDA graph: {reason}" if slower and reason else said

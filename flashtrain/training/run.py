@@ -129,7 +129,7 @@ class _Run:
         self.forecast = forecast(self.work.config, head_size, self.precision, device, pairs)
         task.model.checkpoint_blocks = self.forecast.case.how
         task.join(Replicas(self.processes, config.trainer.strategy, config.trainer.shard), device)
-        self.launched = choose_launching(task, self.work.config, device, self.forecast)
+        self.launched = choose_launching(task, self.work.config, device)
         return AttentionReport(task.masks, self.precision, device)
 
     def train(self) -> None:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from flashtrain.models.gpt import GPT
 
 
+_VERSIONS = 64  # of a compiled model, at most
+
+
 class MicroBatch(Protocol):
     """Tensors that go through the model at once."""
 
@@ -113,6 +116,9 @@ class Task(pl.LightningModule, ABC):
         Of a divided model the parts of each block, between which its weights come and go.
         """
         how = Recompute.of(self.model.checkpoint_blocks)
+        # Each length of a warm-up and each size of a validation's batch is another version. PyTorch's limit, 8, is for
+        # code that is compiled again by mistake, and ends a run.
+        torch._dynamo.config.recompile_limit = max(_VERSIONS, torch._dynamo.config.recompile_limit)
         if self.replicas.sharded:
             for block in self.model.blocks:
                 for name in ("attention", "mlp"):

@@ -216,7 +216,7 @@ def measure(config: Config, vocab: int, amount: Amount) -> dict[str, Any]:
     found = forecast_of(config, vocab, precision, device)
     task.model.checkpoint_blocks = found.case.how
     task.join(Replicas(processes, config.trainer.strategy, config.trainer.shard), device)
-    launched = choose_launching(task, config, device, found)
+    launched = choose_launching(task, config, device)
     processes.meet()
     steps = Steps(device, processes, amount)
     meter = Meter(config, vocab, precision, device, on_row=lambda row: None, processes=processes)

@@ -121,16 +121,15 @@ def train_ours(
     """Train until `steps` has enough; the last loss. The task, the trainer and the meter are those of train.py.
 
     how: what is computed again, with launched steps; None is what the forecast chooses, which refuses a run that it
-        does not see fit, and a step as one CUDA graph where that can be.
+        does not see fit, and steps as they are launched by default.
     callbacks: called before `steps` is.
     """
     precision = choose_precision(config.trainer, device)
     torch.manual_seed(fold_seed(config.seed))
     task = LanguageTask(config, vocab)
     if how is None:
-        found = forecast_of(config, vocab, precision, device)
-        task.model.checkpoint_blocks = found.case.how
-        choose_launching(task, config, device, found)
+        task.model.checkpoint_blocks = forecast_of(config, vocab, precision, device).case.how
+        choose_launching(task, config, device)
     else:
         task.model.checkpoint_blocks = how
         if config.trainer.compile:
