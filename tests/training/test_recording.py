@@ -265,9 +265,9 @@ def test_a_compiled_model_takes_every_length_of_a_warm_up(make_config, monkeypat
     """One version a length; PyTorch's own limit of versions would end the run at the ninth."""
     compile_whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **how: compile_whole(model, backend="eager", **how))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     changes = (
         "trainer.compile=true", "seq_len=2k", "schedule.length_steps=12", "schedule.first_length=4",
         "trainer.batch_tokens=2k", "trainer.micro_batch_tokens=2k", "trainer.sample_tokens=0", "attention.backend=sdpa",
     )  # fmt: skip
-    assert run(make_config(*changes), []) == 0
+    with torch._dynamo.config.patch(recompile_limit=8):
+        assert run(make_config(*changes), []) == 0
