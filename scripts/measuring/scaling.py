@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -27,7 +26,7 @@ from flashtrain.training.memory import forecast_of
 from flashtrain.training.meter import Meter
 from flashtrain.training.recording import choose_launching
 from flashtrain.training.run_parts import make_trainer
-from flashtrain.training.task import fold_seed
+from flashtrain.training.seeds import fold_seed
 from measuring.environment import StateReading
 from measuring.longest import config_of
 from measuring.report import Unavailable
@@ -35,7 +34,7 @@ from measuring.scaling_communication import communication
 from measuring.scaling_meshes import Mesh
 from measuring.step_parts import ProfiledSteps
 from measuring.timing import Mark, Stopwatch, spread
-from measuring.training import batches
+from measuring.training import Watch, as_it_is, batches
 
 LONG_STEP = 20.0  # seconds from which the last timed step is the one that is profiled too
 
@@ -150,18 +149,6 @@ class Steps:
         return {"communication": shares["communication"], "exposed": shares["exposed"], "profile": found}
 
 
-class _Watch(pl.Callback):
-    def __init__(self, steps: Steps, meter: Meter) -> None:
-        self.steps, self.meter = steps, meter
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        assert isinstance(module, LanguageTask)
-        self.meter.step_done(trainer.global_step, module)
-        trainer.should_stop = self.steps.done(module.loss)
-
-
 class Share(IterableDataset[list[Batch]]):
     """This process's micro-batches of each step, which has the same sequences whoever shares them."""
 
@@ -176,10 +163,6 @@ class Share(IterableDataset[list[Batch]]):
                 replace(batch, tokens=few, targets=their, num_targets=their.numel())
                 for few, their in zip(tokens.split(rows), targets.split(rows), strict=True)
             ]
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 def scaled_config(
@@ -220,8 +203,9 @@ def measure(config: Config, vocab: int, amount: Amount) -> dict[str, Any]:
     processes.meet()
     steps = Steps(device, processes, amount)
     meter = Meter(config, vocab, precision, device, on_row=lambda row: None, processes=processes)
-    trainer = make_trainer(config, device, precision, [meter, _Watch(steps, meter)], processes)
-    trainer.fit(task, DataLoader(Share(config, vocab, processes.share), batch_size=None, collate_fn=_as_it_is))
+    watch = Watch(lambda task: steps.done(task.loss), meter)
+    trainer = make_trainer(config, device, precision, [meter, watch], processes)
+    trainer.fit(task, DataLoader(Share(config, vocab, processes.share), batch_size=None, collate_fn=as_it_is))
     figures = steps.figures(config.sequences_per_step * config.seq_len)
     processes.leave(together=True)
     if not all(map(_finite, figures["losses"])):

@@ -135,21 +135,23 @@ def train_ours(
         if config.trainer.compile:
             task.compile_model()
     meter = Meter(config, vocab, precision, device, on_row=lambda row: None)
-    trainer = make_trainer(config, device, precision, [meter, *callbacks, _Watch(steps, meter)], ALONE)
-    trainer.fit(task, DataLoader(_Endless(config, vocab), batch_size=None, collate_fn=_as_it_is))
+    trainer = make_trainer(config, device, precision, [meter, *callbacks, Watch(lambda _: steps.done(), meter)], ALONE)
+    trainer.fit(task, DataLoader(_Endless(config, vocab), batch_size=None, collate_fn=as_it_is))
     return float(task.loss)
 
 
-class _Watch(pl.Callback):
-    def __init__(self, steps: Steps, meter: Meter) -> None:
-        self.steps, self.meter = steps, meter
+class Watch(pl.Callback):
+    """Ends the training when `done` says so of the task, which it is asked after each step."""
+
+    def __init__(self, done: Callable[[LanguageTask], bool], meter: Meter) -> None:
+        self.done, self.meter = done, meter
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(module, LanguageTask)
         self.meter.step_done(trainer.global_step, module)
-        trainer.should_stop = self.steps.done()
+        trainer.should_stop = self.done(module)
 
 
 class _Endless(IterableDataset[list[Batch]]):
@@ -160,7 +162,8 @@ class _Endless(IterableDataset[list[Batch]]):
         return ([batch] for batch in batches(self.config, self.vocab))
 
 
-def _as_it_is(item: Any) -> Any:
+def as_it_is(item: Any) -> Any:
+    """For a loader whose items are whole steps."""
     return item
 
 
