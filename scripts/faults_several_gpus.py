@@ -72,7 +72,16 @@ FAULTS = [
         "            sums = torch.zeros_like(arrive_sums())  # of",
         (EVERY,),
     ),
-    Fault("ring: dq of the last keys alone", RING, "dq[:, :, rows] += grads[0]", "dq[:, :, rows] = grads[0]", (EVERY,)),
+    Fault("ring: dq of the last keys alone", RING, "piece.queries] += dq", "piece.queries] = dq", (EVERY,)),
+    Fault(
+        "ring: own keys' second half of heads left out",
+        RING,
+        "_add(own_sums, queries.gradients(own, kv, second_half), second_half)",
+        "pass",
+        (EVERY,),
+    ),
+    Fault("ring: half of the heads with all heads' lists", RING, "return 0 if differ else", "return", (EVERY,)),
+    Fault("ring: sums that came home not taken", RING, "own_sums += arrive_sums()", "arrive_sums()", (EVERY,)),
     # Heads in place of tokens.
     Fault(
         "heads: key heads repeated in another order",

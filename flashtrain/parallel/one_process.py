@@ -47,6 +47,9 @@ class RingInOneProcess:
         self, rank: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq of the rank's queries, and what `sums` hold of dk and dv after that."""
-        passes = FromList(self.keys, rank), FromList(self.sums, rank)
+        before = (rank - 1) % len(self.keys)
+        passes = FromList(self.keys, rank), FromList(self.sums, before)
         settings = self.steps[rank], self.scale, self.backend, False
-        return ring.backward(dout, q, k, v, out, lse, *settings, *passes, self.sums[rank])
+        dq, self.sums[rank] = ring.backward(dout, q, k, v, out, lse, *settings, *passes, self.sums[before])
+        dk, dv = self.sums[rank]
+        return dq, dk, dv

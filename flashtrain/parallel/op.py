@@ -56,7 +56,8 @@ def _ring_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys, sums = (ring.ToNextRank(_groups[group], tag) for tag in (0, 1))
-    dq, dk, dv = ring.backward(dout, q, k, v, out, lse, steps_of(plan), scale, backend, deterministic, keys, sums)
+    settings = steps_of(plan), scale, backend, deterministic
+    dq, (dk, dv) = ring.backward(dout, q, k, v, out, lse, *settings, keys, sums)
     return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 

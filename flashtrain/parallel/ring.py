@@ -2,7 +2,9 @@
 
 Each rank computes its queries' attention to the keys at hand while these already travel on to the next rank, and joins
 the partial results. In the backward pass the keys go round once more, and the sums of their gradients follow them one
-step behind: what a rank adds goes on while it computes the next part, and after a whole round the sums are back home.
+step behind: what a rank adds goes on while it computes the next part, until the sums are back home. A rank's own keys
+need nobody, so they are what it computes while it would have to wait: a half of their heads while the first keys of
+others come, the other half while the sums of its own keys come home.
 
 How a tensor gets to the next rank is handed in as a `Pass`: over the network, or from a list where one process plays
 all ranks.
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashtrain.parallel import partial
-from flashtrain.parallel.plan import Steps
+from flashtrain.parallel.plan import Piece, Steps
 
 # Starts to send a tensor to the next rank. What it returns waits for that and gives the one from the previous rank, of
 # the same shape and dtype.
@@ -66,42 +68,78 @@ def backward(
     pass_keys: Pass,
     pass_sums: Pass,
     sums: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Gradients of `forward`; out and lse are its results.
 
     Args:
-        sums: what the gradients of the rank's own keys and values are added to, [2, *k.shape] in the dtype of lse;
-            zeros if None.
+        pass_sums: first called with those of the keys of step 2, the previous rank's.
+        sums: what the gradients of these keys are added to, [2, *k.shape] in the dtype of lse; zeros if None.
 
     Returns:
-        dq like q, and dk, dv in the dtype of lse.
+        dq like q, and dk and dv as one tensor [2, *k.shape] in the dtype of lse.
     """
-    delta = partial.delta(out, dout, backend)
-    dq = q.new_zeros(q.shape, dtype=lse.dtype)
+    queries = _Queries(q, dout, lse, partial.delta(out, dout, backend), scale, backend, deterministic)
+    own, *others = steps
     kv = torch.stack((k, v))
-    sums = torch.zeros_like(kv, dtype=lse.dtype) if sums is None else sums
+    own_sums = torch.zeros_like(kv, dtype=lse.dtype)
+    middle = _half(k.shape[1], own) if others else 0
+    every, first_half, second_half = slice(0, k.shape[1]), slice(0, middle), slice(middle, k.shape[1])
+    arrive = pass_keys(kv) if others else None
+    _add(own_sums, queries.gradients(own, kv, first_half), first_half)
     arrive_sums: Callable[[], Tensor] | None = None
-    for step, pieces in enumerate(steps, 1):
-        arrive = pass_keys(kv) if step < len(steps) else None
-        found = []
-        for piece in pieces:
-            rows, (keys, values) = piece.queries, kv[:, :, :, piece.keys]
-            dout_here, q_here, lse_here, delta_here = (x[:, :, rows] for x in (dout, q, lse, delta))
-            settings = piece.plan, scale, backend, deterministic
-            grads = partial.backward(dout_here, q_here, keys, values, lse_here, delta_here, *settings)
-            dq[:, :, rows] += grads[0]
-            found.append((piece.keys, grads[1:]))
+    for step, pieces in enumerate(others, 1):
+        assert arrive is not None
+        at_hand = arrive()
+        arrive = pass_keys(at_hand) if step < len(others) else None
+        found = queries.gradients(pieces, at_hand, every)
         if arrive_sums is not None:
             sums = arrive_sums()  # of the keys at hand, from the ranks that had them before
-        for places, of_keys in found:
-            for total, part in zip(sums, of_keys, strict=True):
-                total[:, :, places] += part
+        sums = torch.zeros_like(own_sums) if sums is None else sums
+        _add(sums, found, every)
         arrive_sums = pass_sums(sums)
-        if arrive is not None:
-            kv = arrive()
-    assert arrive_sums is not None
-    dk, dv = arrive_sums()
-    return torch.empty_like(q).copy_(dq), dk, dv
+    _add(own_sums, queries.gradients(own, kv, second_half), second_half)
+    if arrive_sums is not None:
+        own_sums += arrive_sums()
+    return torch.empty_like(q).copy_(queries.dq), own_sums
+
+
+class _Queries:
+    """This rank's queries in the backward pass; dq is what has been found so far, in the dtype of lse."""
+
+    def __init__(
+        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, scale: float, backend: str, deterministic: bool
+    ) -> None:
+        self.tensors, self.settings = (dout, q, lse, delta), (scale, backend, deterministic)
+        self.dq = q.new_zeros(q.shape, dtype=lse.dtype)
+
+    def gradients(self, pieces: tuple[Piece, ...], kv: Tensor, heads: slice) -> list[tuple[slice, tuple[Tensor, ...]]]:
+        """dk and dv of some heads of the keys at hand, with the places of these keys; dq is taken into `dq`.
+
+        kv: [2, batch, num_kv_heads, keys, head_dim]
+        """
+        found = []
+        group = self.dq.shape[1] // kv.shape[2]
+        of_queries = slice(heads.start * group, heads.stop * group)
+        for piece in pieces if heads.start < heads.stop else ():
+            dout, q, lse, delta = (x[:, of_queries, piece.queries] for x in self.tensors)
+            keys, values = kv[:, :, heads, piece.keys]
+            dq, *of_keys = partial.backward(dout, q, keys, values, lse, delta, piece.plan, *self.settings)
+            self.dq[:, of_queries, piece.queries] += dq
+            found.append((piece.keys, (*of_keys,)))
+        return found
+
+
+def _half(num_kv_heads: int, pieces: tuple[Piece, ...]) -> int:
+    """How many heads are half of them; 0 where heads differ in what they see, whose lists are not cut."""
+    differ = any(piece.plan.blocks[3] > 1 for piece in pieces if piece.plan.blocks)
+    return 0 if differ else num_kv_heads // 2
+
+
+def _add(sums: Tensor, found: list[tuple[slice, tuple[Tensor, ...]]], heads: slice) -> None:
+    """Take gradients of some heads of keys into sums, [2, batch, num_kv_heads, keys, head_dim], in place."""
+    for places, of_keys in found:
+        for total, part in zip(sums, of_keys, strict=True):
+            total[:, heads, places] += part
 
 
 class ToNextRank:

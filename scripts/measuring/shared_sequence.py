@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtrain.parallel import ring
@@ -86,7 +86,8 @@ class StayingRing:
 
     def backward(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         out, lse = state
-        return ring.backward(self.dout, self.q, self.k, self.v, out, lse, *self.settings, False, _stay, _stay)
+        dq, of_keys = ring.backward(self.dout, self.q, self.k, self.v, out, lse, *self.settings, False, _stay, _stay)
+        return dq, *of_keys
 
 
 def _stay(tensor: Tensor) -> Callable[[], Tensor]:
@@ -174,7 +175,8 @@ def with_torch(name: str, whole: Sequence[Tensor], work: Callable[[Differentiabl
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     set_rotate_method(TORCH[name][1])
-    mesh = init_device_mesh(whole[0].device.type, (dist.get_world_size(),))
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, whole[0].device.type)
     *inputs, dout = shards = [x.clone() for x in whole]
     with context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 4, no_restore_buffers=set(shards)):
         try:
@@ -203,6 +205,5 @@ def differences(found: Sequence[Tensor], whole: Sequence[Tensor]) -> dict[str, d
 
 def bytes_sent(size: int, shard_bytes: int, sum_bytes: int) -> dict[str, int]:
     """What each rank of a ring of `size` sends for one call: keys and values of a shard, `shard_bytes`, to the next
-    rank in all steps but the last, and in the backward pass the sums of their gradients, `sum_bytes`, in all steps."""
-    keys = (size - 1) * shard_bytes
-    return {"forward_bytes": keys, "backward_bytes": keys + (size * sum_bytes if size > 1 else 0)}
+    rank in all steps but the last, and in the backward pass the sums of their gradients, `sum_bytes`, as often."""
+    return {"forward_bytes": (size - 1) * shard_bytes, "backward_bytes": (size - 1) * (shard_bytes + sum_bytes)}
