@@ -11,18 +11,23 @@ BLUE, ORANGE, GREEN, _, PURPLE, GREY, LIGHT_BLUE, _ = COLOURS
 
 
 def scaling(result: dict[str, Any]) -> Any:
-    """Tokens/s of each GPU, a panel for each model and length, a bar for each mesh: bars as high as the first one's are
-    perfect scaling. On each stands its efficiency."""
-    rows = [row for row in result["rows"] if row["failed"] is None]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    lengths = sorted({row["seq_len"] for row in rows})
-    drawn, axes = figure(len(models), len(lengths), 3.9 * len(lengths), 3.2 * len(models))
-    for i, model in enumerate(models):
-        for j, seq_len in enumerate(lengths):
-            axis = axes[i, j]
-            axis.set_title(f"{model}, {format_size(seq_len)} tokens a sequence", fontsize=10)
-            _panel(axis, [row for row in rows if (row["model"], row["seq_len"]) == (model, seq_len)])
-        axes[i, 0].set_ylabel("thousand tokens/s a GPU")
+    """Tokens/s of each GPU, a bar for each mesh, a panel for each model and length that was trained on several of them:
+    bars as high as the first one's are perfect scaling. On each stands its efficiency."""
+    panels: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if row["failed"] is None:
+            panels.setdefault((row["model"], row["seq_len"]), []).append(row)
+    compared = {of: rows for of, rows in panels.items() if len({row.get("mesh", "1") for row in rows}) > 1} or panels
+    across = min(3, len(compared))
+    down = -(-len(compared) // across)
+    drawn, axes = figure(down, across, 3.9 * across, 3.4 * down)
+    for axis, ((model, seq_len), rows) in zip(axes.flat, compared.items(), strict=False):
+        axis.set_title(f"{model}, {format_size(seq_len)} tokens a sequence", fontsize=10)
+        _panel(axis, rows)
+    for axis in [*axes.flat][len(compared) :]:
+        axis.set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("thousand tokens/s a GPU")
     drawn.suptitle(f"Training on several GPUs ({result['gpu']})", fontsize=12)
     drawn.tight_layout()
     return drawn

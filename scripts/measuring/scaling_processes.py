@@ -79,7 +79,7 @@ class Group:
         return bool(self._processes)
 
     def prepare(self, gpus: Sequence[int] | None) -> None:
-        """Start the processes, which see GPUs by their numbers here; all where that is None."""
+        """Start the processes, which see those of the GPUs visible here; all where that is None."""
         self.gpus = gpus
         for rank in range(self.job.size):
             with self._file(rank, "out").open("wb") as out, self._file(rank, "err").open("wb") as err:
@@ -151,7 +151,10 @@ class Group:
     def _environment(self, rank: int) -> dict[str, str]:
         found = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
         if self.gpus is not None:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+            visible = [name for name in found.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(
+                visible[gpu] if gpu < len(visible) else str(gpu) for gpu in self.gpus
+            )
         if self.job.size == 1:
             return found
         size = str(self.job.size)

@@ -119,7 +119,12 @@ def test_processes_that_were_started_ahead_end_with_the_one_that_started_them():
             process.kill()
 
 
-def test_side_by_side_rows_of_one_gpu_have_one_each_and_larger_ones_have_all(tmp_path):
+@pytest.mark.parametrize("visible", [None, "5,GPU-1a2b"])
+def test_side_by_side_rows_of_one_gpu_have_one_each_and_larger_ones_have_all(tmp_path, monkeypatch, visible):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    first, second = (visible or "0,1").split(",")
     script = f"""head -c1 > /dev/null; echo "begin $1 ${{CUDA_VISIBLE_DEVICES:-all}}" >> {tmp_path}/log; sleep 0.4
         echo "end $1" >> {tmp_path}/log; echo 'RESULT {{"ok": 1}}'"""
     jobs = [Job(["sh", "-c", script, "sh", str(n)], size) for n, size in enumerate((1, 1, 1, 2))]
@@ -127,9 +132,10 @@ def test_side_by_side_rows_of_one_gpu_have_one_each_and_larger_ones_have_all(tmp
     run_all(jobs, 2, True, lambda: 20.0, lambda number, row: found.update({number: row}))
     assert sorted(found) == [0, 1, 2, 3] and all(row["ok"] == 1 for row in found.values())
     log = (tmp_path / "log").read_text().splitlines()
-    assert sorted(log[:2]) == ["begin 0 0", "begin 1 1"]
-    assert log.index("end 2") < log.index("begin 3 all")
-    assert log.count("begin 3 all") == 2
+    assert sorted(log[:2]) == [f"begin 0 {first}", f"begin 1 {second}"]
+    both = f"begin 3 {visible or 'all'}"
+    assert log.index("end 2") < log.index(both)
+    assert log.count(both) == 2
 
 
 def _row(mesh: str, rate: float, call: int = 1, failed: str | None = None, **changes: object) -> dict:
