@@ -13,6 +13,11 @@ from measuring.attention import PASSES, Case
 
 Mark = torch.cuda.Event | float
 
+# Calls shorter than this may take the device less time than the host, and go into its queue BURST at a time.
+SHORT_MS = 3.0
+BURST = 10
+CYCLES_A_MS = 2_000_000  # of a GPU at most, so that a wait is rather too long
+
 
 class Stopwatch:
     """Marks in the device's queue, and the milliseconds between them. On the CPU a mark is the time of day."""
@@ -30,6 +35,11 @@ class Stopwatch:
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def hold(self, ms: float) -> None:
+        """Keep the device from what is queued after this for so long, while the host goes ahead."""
+        if self.device.type == "cuda":
+            torch.cuda._sleep(int(ms * CYCLES_A_MS))
 
     @staticmethod
     def ms(start: Mark, end: Mark) -> float:
@@ -82,14 +92,17 @@ def time_round(case: Case, watch: Stopwatch, seconds: float, call_ms: float) -> 
     """Milliseconds of forward, backward and both, for as many calls as fit into `seconds` (3 to 400).
 
     Each call is a whole training step of attention: the backward pass follows its forward pass in the queue, with no
-    synchronisation between, as in training. Calls that are not timed go ahead, so that the queue is never empty.
+    synchronisation between, as in training. Calls that are not timed go ahead, so that the queue is never empty; before
+    short ones it is held until several stand in it, so that the time is the device's whatever the host needs.
     """
     calls = min(400, max(3, int(1000 * seconds / max(call_ms, 1e-3))))
     if watch.device.type == "cuda":
         for _ in range(2 if call_ms < 20 else 1):
             case.forward_backward()
     marks = []
-    for _ in range(calls):
+    for number in range(calls):
+        if call_ms < SHORT_MS and number % BURST == 0:
+            watch.hold(call_ms * min(BURST, calls - number))
         start = watch.mark()
         out = case.forward()
         middle = watch.mark()
