@@ -116,6 +116,23 @@ def stage_config(config: Config, progress: Progress) -> Config:
     )
 
 
+def coming(config: Config, progress: Progress) -> list[Config]:
+    """The configurations of the present stage and of those after it; `config` is the run's.
+
+    Each has as `trainer.max_steps` the steps that it takes where no gate opens before.
+    """
+    stages = () if config.curriculum is None else config.curriculum.stages
+    if not stages:
+        return [config]
+    found, left = [], config.trainer.max_steps
+    for number in range(progress.stage, len(stages)):
+        steps = left if number + 1 == len(stages) else min(left, stages[number].max_steps)
+        left -= steps
+        own = stage_config(config, dataclasses.replace(progress, stage=number))
+        found.append(dataclasses.replace(own, trainer=dataclasses.replace(own.trainer, max_steps=steps)))
+    return found
+
+
 def is_due(config: Config, progress: Progress, step: int) -> bool:
     """Whether after `step` steps the stage has had all of its own, or its restart rule looks at the accuracy."""
     stage = stage_of(config, progress.stage)

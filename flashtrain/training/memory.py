@@ -13,9 +13,10 @@ from flashtrain.data.tokenizers import load_tokenizer
 from flashtrain.models.dimensions import Dimensions
 from flashtrain.models.loss import why_not_liger
 from flashtrain.models.recompute import Recompute
-from flashtrain.training.curriculum import Progress, stage_config
+from flashtrain.training.curriculum import Progress, coming
 from flashtrain.training.forecast import GPUS, SAFE, Case, Forecast, Gpu, choose, describe, gpu_called
 from flashtrain.training.forecast.case import count_parameters
+from flashtrain.training.forecast.report import stage_lines
 from flashtrain.training.hardware import choose_device, choose_precision, device_memory_bytes
 from flashtrain.training.language import mask_of
 from flashtrain.training.progress import complain
@@ -66,13 +67,30 @@ def refuse_what_does_not_fit(found: Forecast) -> None:
         raise ValueError("\n".join(["this run does not fit:", *found.lines()]))
 
 
+def refuse_later_stages(
+    config: Config, progress: Progress, vocab_size: int, precision: str, device: torch.device
+) -> None:
+    """Stop a run before it trains where a stage after the present one does not fit; `config` is the run's.
+
+    Raises:
+        ValueError: as `forecast` does, naming the stage.
+    """
+    for number, stage in enumerate(coming(config, progress)[1:], progress.stage + 2):
+        try:
+            forecast_of(stage, vocab_size, precision, device)
+        except ValueError as error:
+            raise ValueError(f"stage {number} of the curriculum: {error}") from None
+
+
 def plan(config: Config) -> Forecast:
     """The forecast for `plan.gpu`, or for this machine, or for an H200 where it has no GPU; nothing is started.
+
+    Args:
+        config: the run's, or its stage's.
 
     Raises:
         ValueError: a tokenizer that cannot be loaded, or a layout that cannot be made.
     """
-    config = stage_config(config, Progress())
     if config.task == "language":
         vocab_size = config.model.vocab_size or load_tokenizer(config.tokenizer).vocab_size
     else:
@@ -90,14 +108,18 @@ def plan(config: Config) -> Forecast:
 
 
 def show_plan(config: Config) -> int:
-    """Print the forecast; nothing is trained. 0 if the run fits, else 1."""
+    """Print the forecast; nothing is trained. 0 if the run fits, else 1.
+
+    Of several stages it is that of the first one that does not fit, or of the last, and a line for each.
+    """
     try:
-        found = plan(config)
+        stages = [plan(stage) for stage in coming(config, Progress())]
     except (ValueError, OSError) as error:
         complain(str(error))
         return 1
-    print("\n".join(found.lines()))
-    return 0 if found.fits else 1
+    shown = next((found for found in stages if not found.fits), stages[-1])
+    print("\n".join([*shown.lines(), *(stage_lines(stages) if len(stages) > 1 else ())]))
+    return 0 if shown.fits else 1
 
 
 def forecast_of(config: Config, vocab_size: int, precision: str, device: torch.device) -> Forecast:

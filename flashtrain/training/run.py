@@ -22,7 +22,7 @@ from flashtrain.training.distributed.replicas import Replicas
 from flashtrain.training.forecast import Forecast
 from flashtrain.training.hardware import choose_device, choose_precision, device_name, peak_memory_gib
 from flashtrain.training.loop import Deadline, Loop, StageOver
-from flashtrain.training.memory import forecast, memory_line, out_of_memory, show_plan
+from flashtrain.training.memory import forecast, memory_line, out_of_memory, refuse_later_stages, show_plan
 from flashtrain.training.meter import Diverged, Meter, Row
 from flashtrain.training.preemption import Preemption
 from flashtrain.training.progress import Display, complain
@@ -96,6 +96,7 @@ class _Run:
         self.precision = choose_precision(config.trainer, device)
         self.resume_from = self._checkpoint()
         attention = self._build(self.resume_from)
+        refuse_later_stages(config, self.progress, self.task.head_size, self.precision, device)
         assert self.forecast is not None
         about = {"device": device_name(device), "precision": self.precision}
         self.facts = attention.facts() | about | self.work.facts() | self.forecast.facts()

@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 from flashtrain.config import build
 from flashtrain.config.build import ConfigError
 from flashtrain.data import images as images_module
+from flashtrain.training import memory
 from flashtrain.training.averaging import AveragedWeights
 from flashtrain.training.classification import ClassificationTask
-from flashtrain.training.curriculum import Progress, is_due, stage_config, what_follows
+from flashtrain.training.curriculum import Progress, coming, is_due, stage_config, what_follows
 from flashtrain.training.run import run
 from flashtrain.training.schedules import learning_rate
 
@@ -51,6 +52,33 @@ def test_a_preset_of_a_stage_brings_its_own_side(image_config):
     config = image_config("curriculum=path_x", "images.side=48", "seq_len=2304")
     assert stage_config(config, Progress(0)).seq_len == 1024
     assert stage_config(config, Progress(1)).images.side == 64
+
+
+def test_plan_only_says_what_each_stage_costs_and_how_long_all_take(staged, capsys):
+    config = staged("plan.only=true", "plan.gpu=h200", "trainer.max_steps=40")
+    assert [(stage.seq_len, stage.trainer.max_steps) for stage in coming(config, Progress())] == [
+        (1024, 2), (1024, 9), (48 * 48, 29),
+    ]  # fmt: skip
+    assert [stage.trainer.max_steps for stage in coming(staged("trainer.max_steps=5"), Progress())] == [2, 3, 0]
+    assert run(config, []) == 0
+    said = capsys.readouterr().out
+    assert "a step: 3 x 2304 tokens" in said and "29 steps take" in said  # the last stage in full
+    for line in ("1  8 x 1k tokens", "2  8 x 1k tokens", "3  3 x 2304 tokens", "if all open at once"):
+        assert line in said
+
+
+def test_a_stage_that_will_not_fit_ends_the_run_before_the_first_step(staged, tmp_path, monkeypatch):
+    forecast_of = memory.forecast_of
+
+    def small(config, *rest):
+        if config.seq_len == 48 * 48:
+            raise ValueError("this run does not fit")
+        return forecast_of(config, *rest)
+
+    monkeypatch.setattr(memory, "forecast_of", small)
+    assert run(staged("run_id=a"), []) == 1
+    assert "stage 3 of the curriculum: this run does not fit" in (tmp_path / "runs" / "a" / "train.log").read_text()
+    assert summary(tmp_path / "runs" / "a")["steps"] == 0
 
 
 @pytest.mark.parametrize(

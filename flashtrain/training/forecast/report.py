@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,6 +154,26 @@ class Forecast:
                 longest(replace(case, backend=backend, how=how), SAFE * self.device_bytes) for how in SETTINGS.values()
             ]
             yield f"    {name:<10}" + "".join(f"{format_size(length) if length else '-':>12}" for length in lengths)
+
+
+def stage_lines(stages: Sequence[Forecast]) -> Iterator[str]:
+    """A line for each stage of a curriculum, and how long all take together."""
+    yield "  the stages, with their most steps:"
+    for number, found in enumerate(stages, 1):
+        config = found.case.config
+        tokens = f"{config.sequences_per_step} x {format_size(config.seq_len)} tokens"
+        line = f"    {number}  {tokens:<18}{found.memory.peak / GIB:8.2f} GiB"
+        if found.time is not None:
+            steps, step = config.trainer.max_steps, found.time.step
+            line += f"  {seconds(step):>9} a step  {steps:>8,} steps take {seconds(steps * step)}"
+        yield line if found.fits else f"{line}: does not fit"
+    times = [(found.case.config.trainer.max_steps, found.time.step) for found in stages if found.time is not None]
+    if len(times) == len(stages):
+        latest, soonest = sum(n * step for n, step in times), sum(n for n, _ in times) * times[-1][1]
+        yield (
+            f"  all take {seconds(latest)} if every gate opens last, {seconds(soonest)} if all open at once; "
+            "validation, images and compiling come on top"
+        )
 
 
 def seconds(value: float) -> str:
