@@ -16,7 +16,7 @@ from flashtrain import sweep
 from flashtrain.config import ConfigError
 from flashtrain.config.command_line import check_overrides
 from flashtrain.config.composed import configured
-from flashtrain.config.started import check_started, started_processes
+from flashtrain.config.started import check_started, end_with_parent, started_processes
 
 ROOT = Path(__file__).resolve().parent
 exit_code = 0
@@ -49,6 +49,7 @@ def main(composed: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     try:
         check_overrides(sys.argv[1:], ROOT / "conf")
         check_started(started_processes(os.environ), sys.argv[1:])

@@ -21,6 +21,8 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
+from flashtrain.config.started import name_parent
+
 _SWEEP_VARIABLE = "FLASHTRAIN_SWEEP"
 
 
@@ -78,7 +80,7 @@ def run_job(script: Path) -> float | None:
         command += [f"runs_dir={folder.parent}", f"resume={folder.name}/{number}"]
     else:
         command += [*overrides, f"run_id={folder.name}/{number}", f"logger.group={folder.name}"]
-    if _wait_for(subprocess.Popen(command)) in (130, -2):
+    if _wait_for(subprocess.Popen(command, env={**os.environ, **name_parent()})) in (130, -2):
         raise KeyboardInterrupt
     job.mkdir(exist_ok=True)
     summary = _read(job / "summary.json", {})

@@ -1,10 +1,16 @@
-"""Whether torchrun or srun has started this process together with others, and whether the command line agrees."""
+"""Who has started this process: torchrun or srun, together with others, or another process of flashtrain."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from flashtrain.config.build import ConfigError
+
+_PARENT_VARIABLE = "FLASHTRAIN_STARTED_BY"
 
 
 def started_processes(environment: Mapping[str, str]) -> int | None:
@@ -43,3 +49,22 @@ def check_started(started: int | None, arguments: Sequence[str]) -> None:
             )
     if problems:
         raise ConfigError(problems)
+
+
+def name_parent() -> dict[str, str]:
+    """For the environment of a process that shall end with this one."""
+    return {_PARENT_VARIABLE: str(os.getpid())}
+
+
+def end_with_parent() -> None:
+    """Send this process SIGTERM once the one that named itself its parent is gone, even if that was killed."""
+    parent = os.environ.pop(_PARENT_VARIABLE, None)
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()

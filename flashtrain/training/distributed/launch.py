@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flashtrain.config import Config
+from flashtrain.config.started import name_parent
 from flashtrain.training.distributed.processes import EXIT_CODES, each_has_a_gpu
 from flashtrain.training.progress import complain
 from flashtrain.training.run_folder import RUN_ID_VARIABLE, new_run_id
@@ -48,6 +49,7 @@ def launch(config: Config, command: list[str]) -> int:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // size)),
         RUN_ID_VARIABLE: run_id,
+        **name_parent(),
     }
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # told below, in one line
     processes = start_processes(

@@ -80,6 +80,20 @@ def second_rank(parent: int) -> int:
     raise AssertionError("no rank 1")
 
 
+def descendants_of(pid: int) -> list[int]:
+    """All that a process has started, and what these have."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [found for child in children for found in descendants_of(child)]
+
+
+def running(pid: int) -> bool:
+    """Whether there is such a process, and it is not a dead one that nobody has asked about."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def whole_checkpoint(folder: Path) -> int:
     """The step of the newest checkpoint, which can be read."""
     from flashtrain.training.checkpoints import newest
@@ -178,6 +192,22 @@ def test_sigterm_to_one_process_saves_and_stops_all(command, tmp_path):
     code, output = finished(command_to_go_on(process, "stopped", about["steps"] + 2))
     assert code == 0, output
     assert summary(folder)["steps"] == about["steps"] + 2
+
+
+@pytest.mark.parametrize("sweep", [(), ("-m", "seed=1")], ids=["run", "sweep"])
+def test_when_the_starting_process_is_killed_the_others_end_and_the_last_checkpoint_is_whole(command, tmp_path, sweep):
+    process = command(*LONG, *sweep, "run_id=orphans")
+    folder = tmp_path / "runs" / "orphans" / ("0" if sweep else "")
+    wait_for(process, folder, "step 15/")
+    descendants = descendants_of(process.pid)
+    assert len(descendants) >= 2
+    process.kill()
+    process.communicate(timeout=30)
+    end = time.monotonic() + 40
+    while alive := [pid for pid in descendants if running(pid)]:
+        assert time.monotonic() < end, f"{alive} go on"
+        time.sleep(0.2)
+    assert whole_checkpoint(folder) >= 10
 
 
 def test_a_signal_that_comes_twice_at_once_counts_once_and_a_later_one_ends_the_process(monkeypatch):
