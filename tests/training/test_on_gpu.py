@@ -96,12 +96,20 @@ def test_a_step_as_one_graph_equals_launched_steps_and_resumes_to_the_same_bits(
     assert cut[1:] == launched[1:]
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_recorded_step_never_waits_for_the_gpu_and_learns(image_config, tmp_path, monkeypatch, optimizer):
+SOME_LOCAL = (
+    "attention=block_sparse", "attention.layout.name=tiles_2d", "attention.alternate_with=[{name:dense}]",
+    "classifier.token_order=tiles", "model.num_layers=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", [("optimizer=muon",), ("optimizer=adamw",), SOME_LOCAL], ids=["muon", "adamw", "some layers local"]
+)
+def test_a_recorded_step_never_waits_for_the_gpu_and_learns(image_config, tmp_path, monkeypatch, kind):
     refuse_waiting(monkeypatch)
     changes = (
-        f"optimizer={optimizer}", "trainer.log_every_n_steps=6", "trainer.checkpoint_every_n_steps=12",
-        "trainer.cuda_graph=true", "trainer.compile=false",
+        *kind, "trainer.log_every_n_steps=6", "trainer.checkpoint_every_n_steps=12", "trainer.cuda_graph=true",
+        "trainer.compile=false",
     )  # fmt: skip
     try:
         assert run_module.run(image_config(*IMAGES_ON_GPU, *changes, "run_id=steady"), []) == 0

@@ -124,13 +124,17 @@ def test_recorded_steps_equal_launched_ones_and_resume_to_the_same_bits(straight
     [
         ("optimizer=adamw", "trainer.max_steps=6"),
         ("attention=block_sparse", "attention.layout.name=tiles_2d", "trainer.max_steps=6"),
+        (
+            "attention=block_sparse", "attention.layout.name=tiles_2d", "attention.alternate_with=[{name:dense}]",
+            "classifier.token_order=tiles", "model.num_layers=2", "trainer.max_steps=6",
+        ),
         ("pretrain=masked_pixels", "pretrain.levels=16", "images.train_images=24", "trainer.max_steps=6"),
         (
             "curriculum=masked_pixels", "curriculum.stages=[{pretrain:true,max_steps:5},{max_steps:9}]",
             "pretrain.levels=16", "pretrain.loss=l1", "images.train_images=24", "classifier.dense_classes=0",
         ),
     ],
-    ids=["adamw", "block-sparse", "pretraining", "stages"],
+    ids=["adamw", "block-sparse", "some layers dense", "pretraining", "stages"],
 )  # fmt: skip
 def test_every_kind_of_run_on_images_can_be_recorded(image_config, tmp_path, changes, request, monkeypatch):
     monkeypatch.setattr(loss, "_check", lambda *_: None)  # looks at targets, but only where they lie on the CPU
