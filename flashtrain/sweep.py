@@ -11,6 +11,7 @@ import csv
 import importlib
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -20,10 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 
+from flashtrain.config.command_line import overrides_of
 from flashtrain.config.started import name_parent
 
 _SWEEP_VARIABLE = "FLASHTRAIN_SWEEP"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def prepare(argv: list[str]) -> Path | None:
@@ -32,24 +37,45 @@ def prepare(argv: list[str]) -> Path | None:
     `run_id=` on the command line names the sweep.
 
     Raises:
-        SystemExit: the folder exists already, or the launcher is not installed.
+        SystemExit: the folder exists already or cannot be written, the name is none, or the launcher is not installed.
     """
     if not {"-m", "--multirun"} & set(argv[1:]):
         return None
-    settings = dict(argument.split("=", 1) for argument in argv[1:] if "=" in argument and argument[0] not in "-+~")
+    settings = _settings(argv[1:])
     _check_launcher(settings.get("hydra/launcher", "basic"))
     sweep_id = settings.get("run_id") or f"sweep-{secrets.token_hex(3)}"
-    folder = Path(settings.get("runs_dir", "runs")) / sweep_id
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not _NAME.fullmatch(sweep_id):
+        sys.exit(f"run_id={sweep_id}: names the whole sweep; write one name of letters, digits, '.', '_' and '-'")
+    runs_dir = settings.get("runs_dir", "runs")
+    folder = Path(runs_dir) / sweep_id
     try:
-        folder.mkdir()
-    except FileExistsError:
-        sys.exit(f"run_id={sweep_id}: {folder} exists; choose another name for the sweep")
-    conf = folder / "conf"
-    shutil.copytree(Path(argv[0]).resolve().parent / "conf", conf)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            sys.exit(f"run_id={sweep_id}: {folder} exists; choose another name for the sweep")
+        shutil.copytree(Path(argv[0]).resolve().parent / "conf", folder / "conf")
+    except OSError as error:
+        sys.exit(f"runs_dir={runs_dir}: {folder} cannot be written ({error}); make room there, or give another folder")
     os.environ[_SWEEP_VARIABLE] = sweep_id
-    argv.append(f"hydra.sweep.dir={folder}")
+    argv.append(f"hydra.sweep.dir={_quoted(folder)}")
     return folder
+
+
+def _settings(arguments: Sequence[str]) -> dict[str, str]:
+    """Values on the command line that are one text, as Hydra reads them; those of keys that are swept as they stand."""
+    overrides = OverridesParser.create().parse_overrides(overrides_of(arguments))
+    values = {
+        override.key_or_group: override.get_value_string() if override.is_sweep_override() else override.value()
+        for override in overrides
+        if not override.is_delete()
+    }
+    return {key: str(value) for key, value in values.items() if value is not None}
+
+
+def _quoted(path: Path) -> str:
+    """As Hydra reads it again, whatever its name is made of."""
+    return QuotedString(str(path), Quote.single).with_quotes()
 
 
 def _check_launcher(name: str) -> None:
@@ -75,9 +101,9 @@ def run_job(script: Path) -> float | None:
     overrides = [text for text in hydra.overrides.task if not text.startswith(("run_id=", "logger.group="))]
     print(f"[{folder.name}/{number}] {' '.join(overrides)}", flush=True)
     job = folder / number
-    command = [sys.executable, str(script), "--config-path", str((folder / "conf").resolve())]
+    command = [sys.executable, str(script), f"--config-path={(folder / 'conf').resolve()}"]
     if (job / "config.yaml").exists():
-        command += [f"runs_dir={folder.parent}", f"resume={folder.name}/{number}"]
+        command += [f"runs_dir={_quoted(folder.parent)}", f"resume={folder.name}/{number}"]
     else:
         command += [*overrides, f"run_id={folder.name}/{number}", f"logger.group={folder.name}"]
     if _wait_for(subprocess.Popen(command, env={**os.environ, **name_parent()})) in (130, -2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -116,9 +117,12 @@ def _tuple(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def _scalar(value: Any, wanted: type) -> Any:
     if wanted is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
-            return float(value)  # YAML reads 1e-3 as a text
+            number = float(value)  # YAML reads 1e-3 as a text
         except ValueError:
             raise ValueError("expected a number") from None
+        if not math.isfinite(number):
+            raise ValueError("expected a finite number")
+        return number
     if wanted is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)  # run_id=17
     if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):

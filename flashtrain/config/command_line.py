@@ -8,6 +8,7 @@ come in one message.
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,7 +27,9 @@ from flashtrain.config.build import ConfigError, build, convert, leaf_types, opt
 def overrides_of(arguments: Sequence[str]) -> list[str]:
     """The key=value arguments, without Hydra's own flags."""
     return [
-        argument for argument in arguments if not argument.startswith("-") and ("=" in argument or argument[0] == "~")
+        argument
+        for argument in arguments
+        if not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
     ]
 
 
@@ -36,14 +39,14 @@ def check_overrides(arguments: Sequence[str], conf: Path) -> None:
     Raises:
         ConfigError: all problems, each with the key, the value and what to write instead.
     """
-    problems: list[str] = []
+    problems = [f"{word!r}: not an override; write key=value" for word in _words(arguments)]
     seen: set[str] = set()
     right: list[Override] = []
     for text in overrides_of(arguments):
         try:
             override = OverridesParser.create().parse_override(text)
-        except OverrideParseException as error:
-            problems.append(f"{text}: not an override ({str(error).splitlines()[0]}); write key=value")
+        except HydraException as error:
+            problems.append(_not_an_override(text, error))
             continue
         key = override.key_or_group
         if key.split(".")[0].split("/")[0] == "hydra":
@@ -60,6 +63,21 @@ def check_overrides(arguments: Sequence[str], conf: Path) -> None:
     rest = [str(o.input_line) for o in right if o.key_or_group not in absent and not o.is_sweep_override()]
     if problems:
         raise ConfigError([*problems, *_problems_of_the_rest(rest, conf)])
+
+
+def _words(arguments: Sequence[str]) -> Iterator[str]:
+    """Arguments that are neither flags, nor what may be the value of one, nor overrides."""
+    for before, argument in itertools.pairwise(["", *arguments]):
+        if not before.startswith("-") and not argument.startswith(("-", "~")) and "=" not in argument:
+            yield argument
+
+
+def _not_an_override(text: str, error: HydraException) -> str:
+    """The complaint about what Hydra cannot read; in quotes it takes any text, such as a path."""
+    key, _, value = text.partition("=")
+    quoted = QuotedString(value, Quote.single).with_quotes()
+    said = str(error).splitlines()[0]
+    return f'{text}: not an override ({said}); write key=value, and a text with special characters as "{key}={quoted}"'
 
 
 def _absent_keys(overrides: Sequence[Override], conf: Path) -> dict[str, str]:
@@ -173,17 +191,21 @@ def _values(override: Override) -> list[Any]:
     if override.is_sweep_override():
         if not override.is_choice_sweep() or override.is_range_sweep() or override.is_interval_sweep():
             return []
-        return [_unquoted(value) for value in override.sweep_iterator()]
-    return [_unquoted(override.value())]
+        return [_read(value) for value in override.sweep_iterator()]
+    return [override.value()]
 
 
-def _unquoted(value: Any) -> Any:
-    """A sweep yields texts as they were typed; the number in them is read as Hydra would."""
-    text = getattr(value, "text", value)  # a quoted string
-    if isinstance(text, str):
-        parsed = OverridesParser.create().parse_override(f"x={text}").value() if text else text
-        return getattr(parsed, "text", parsed)
-    return text
+def _read(value: Any) -> Any:
+    """A sweep yields texts as they were typed: what is in quotes is a text, and numbers are read as Hydra would."""
+    if isinstance(value, QuotedString):
+        return value.text
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        override = OverridesParser.create().parse_override(f"x={value}")
+    except HydraException:  # it was escaped
+        return value
+    return value if override.is_sweep_override() else override.value()
 
 
 def _unknown_choice(group: str, value: str, choices: Sequence[str]) -> str:

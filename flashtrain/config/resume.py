@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import yaml
 
 from flashtrain.config.build import ConfigError, leaf_types
 from flashtrain.config.command_line import overrides_of
+from flashtrain.config.schema import Config
 
 # Everything else shaped the weights or the order of the data, and a change would make the run something else.
 _MAY_CHANGE = (
@@ -17,7 +19,15 @@ _MAY_CHANGE = (
     "images.num_workers",
     "logger.",
     "memory.",
-    "optimizer.",
+    "optimizer.betas",
+    "optimizer.clip_norm",
+    "optimizer.ema_decay",
+    "optimizer.eps",
+    "optimizer.lr",
+    "optimizer.matrix_lr",
+    "optimizer.momentum",
+    "optimizer.state",
+    "optimizer.weight_decay",
     "plan.",
     "schedule.",
     "sequences.num_workers",
@@ -56,12 +66,7 @@ def resumed(composed: Mapping[str, Any], arguments: Sequence[str]) -> tuple[dict
     Raises:
         ConfigError: no such run, or a change that a resume cannot honour; both values are named.
     """
-    path = Path(str(composed["runs_dir"])) / str(composed["resume"]) / "config.yaml"
-    if not path.is_file():
-        known = sorted(str(p.parent.relative_to(path.parents[1])) for p in path.parents[1].glob("*/config.yaml"))
-        there = f"runs there: {', '.join(known[-8:])}" if known else "there is no run in that folder"
-        raise ConfigError([f"resume={composed['resume']}: {path} does not exist; {there}"])
-    stored: dict[str, Any] = yaml.safe_load(path.read_text())
+    stored = _stored(Path(str(composed["runs_dir"])), str(composed["resume"]))
     given = [argument.lstrip("+~").split("=", 1)[0] for argument in overrides_of(arguments)]
     changes, problems = [], []
     for key in leaf_types():
@@ -80,6 +85,31 @@ def resumed(composed: Mapping[str, Any], arguments: Sequence[str]) -> tuple[dict
     if problems:
         raise ConfigError(problems)
     return {**stored, "resume": composed["resume"], "run_id": None, "runs_dir": composed["runs_dir"]}, changes
+
+
+def _stored(runs_dir: Path, run_id: str) -> dict[str, Any]:
+    """What config.yaml of a run holds.
+
+    Raises:
+        ConfigError: there is none, or no configuration in it.
+    """
+    path, given = runs_dir / run_id / "config.yaml", Path(run_id)
+    if (given / "config.yaml").is_file() and (given.is_absolute() or not path.is_file()):
+        where = "" if given.parent == runs_dir else f" runs_dir={given.parent}"
+        raise ConfigError([f"resume={run_id}: is a folder; write the run's id, resume={given.name}{where}"])
+    if not path.is_file():
+        known = sorted(str(p.parent.relative_to(path.parents[1])) for p in path.parents[1].glob("*/config.yaml"))
+        there = f"runs there: {', '.join(known[-8:])}" if known else "there is no run in that folder"
+        raise ConfigError([f"resume={run_id}: {path} does not exist; {there}"])
+    try:
+        stored = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError([f"resume={run_id}: {path} is damaged: {' '.join(str(error).split())}"]) from error
+    needed = {field.name for field in dataclasses.fields(Config) if field.default is dataclasses.MISSING}
+    missing = needed - set(stored if isinstance(stored, dict) else ())
+    if missing:
+        raise ConfigError([f"resume={run_id}: {path} is damaged: it lacks {', '.join(sorted(missing))}"])
+    return dict(stored)
 
 
 def _get(tree: Mapping[str, Any], key: str) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from flashtrain.config.curriculum_rules import broken_curriculum_rules
 from flashtrain.config.device_rules import broken_device_rules
 from flashtrain.config.layout_rules import broken_layout_rules
+from flashtrain.config.ranges import broken_ranges
 from flashtrain.config.schema import Config, DataConfig, ImagesConfig, ModelConfig, SequencesConfig
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -15,7 +16,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?"
 
 def broken_rules(config: Config) -> Iterator[str]:
     """One line for each rule that `config` breaks: key, value, and what to write instead."""
-    yield from _positive(config)
+    yield from broken_ranges(config)
     yield from _model(config.model)
     yield from _data(config.data)
     yield from _training(config)
@@ -26,38 +27,6 @@ def broken_rules(config: Config) -> Iterator[str]:
     yield from _classification(config)
     if config.task == "classification":
         yield from broken_curriculum_rules(config)
-
-
-def _positive(config: Config) -> Iterator[str]:
-    values = {
-        "seq_len": config.seq_len,
-        "model.num_layers": config.model.num_layers,
-        "model.num_heads": config.model.num_heads,
-        "model.hidden_size": config.model.hidden_size,
-        "optimizer.lr": config.optimizer.lr,
-        "memory.loss_chunk_tokens": config.memory.loss_chunk_tokens,
-        "trainer.max_steps": config.trainer.max_steps,
-        "trainer.devices": config.trainer.devices,
-        "trainer.context": config.trainer.context,
-        "trainer.timeout": config.trainer.timeout,
-        "trainer.log_every_n_steps": config.trainer.log_every_n_steps,
-        "trainer.val_every_n_steps": config.trainer.val_every_n_steps,
-        "trainer.checkpoint_every_n_steps": config.trainer.checkpoint_every_n_steps,
-        "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
-    }
-    for key, value in values.items():
-        if value <= 0:
-            yield f"{key}={value}: must be above 0"
-    fractions = {
-        "model.dropout": config.model.dropout,
-        "schedule.decay_fraction": config.schedule.decay_fraction,
-        "schedule.min_lr_ratio": config.schedule.min_lr_ratio,
-        "data.val_fraction": config.data.val_fraction,
-        "data.recall_share": config.data.recall_share,
-    }
-    for key, value in fractions.items():
-        if not 0 <= value <= 1:
-            yield f"{key}={value}: must lie between 0 and 1"
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
@@ -138,8 +107,6 @@ def _training(config: Config) -> Iterator[str]:
         yield f"optimizer.matrix_lr={config.optimizer.matrix_lr}: muon needs a rate above 0, such as 0.02"
     if config.optimizer.ema_decay is not None and not 0 < config.optimizer.ema_decay < 1:
         yield f"optimizer.ema_decay={config.optimizer.ema_decay}: must lie between 0 and 1, such as 0.999, or be null"
-    if not 0 <= config.optimizer.momentum < 1:
-        yield f"optimizer.momentum={config.optimizer.momentum}: must be at least 0 and below 1"
     if config.optimizer.clip_norm is not None and config.optimizer.clip_norm <= 0:
         yield f"optimizer.clip_norm={config.optimizer.clip_norm}: must be above 0, or null for no clipping"
 

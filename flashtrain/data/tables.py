@@ -11,6 +11,8 @@ from flashtrain.config.schema import DataConfig
 from flashtrain.data.document import Document
 from flashtrain.data.hub import hub_is_off, require_hub
 
+_ROWS = 1024  # that are read at once
+
 
 def parquet_documents(files: Iterable[tuple[str, Path]], text_key: str) -> Iterator[Document]:
     """The column ``text_key`` of each file, row by row, without a copy on disk. ValueError names an unreadable file."""
@@ -22,7 +24,10 @@ def parquet_documents(files: Iterable[tuple[str, Path]], text_key: str) -> Itera
         try:
             columns = list(parquet.read_schema(path).names)
             _check_column(columns, text_key, str(path))
-            rows = load_dataset("parquet", data_files=pattern, split="train", streaming=True, columns=[text_key])
+            # By itself the library takes the size of the first row group, and none where that is empty.
+            rows = load_dataset(
+                "parquet", data_files=pattern, split="train", streaming=True, columns=[text_key], batch_size=_ROWS
+            )
             for number, row in enumerate(rows, start=1):
                 yield _document(row[text_key], text_key, f"{name}:{number}", str(path))
         except (ArrowException, OSError) as error:

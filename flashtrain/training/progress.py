@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ class Display:
         self.max_steps = max_steps
         self.rank = rank
         name = f"rank {rank}: " if rank else ""
-        self._file = logging.FileHandler(log_file)
+        self._file = _FileHandler(log_file, encoding="utf-8")
         self._file.setFormatter(logging.Formatter(f"%(asctime)s {name}%(message)s"))
         self._screen = _ScreenHandler(self)
         self._screen.setLevel(logging.INFO)  # tracebacks of what is told in a line go to the file only
@@ -78,6 +79,21 @@ class Display:
 
     def _prefix(self, row: Mapping[str, float | int | None]) -> str:
         return f"step {row['step']}/{self.max_steps}  "
+
+
+class _FileHandler(logging.FileHandler):
+    """Says once if train.log can no longer be written, such as on a full disk; the run itself may still go on."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._told:
+            self._told = True
+            complain(f"{self.baseFilename}: {sys.exc_info()[1]}")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what was still to be written
+            super().close()
 
 
 class _ScreenHandler(logging.Handler):

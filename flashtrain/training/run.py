@@ -48,15 +48,17 @@ def run(config: Config, changes: list[str]) -> int:
     try:
         processes = join(config)
         folder = open_folder(config, processes)
-    except ValueError as error:
+        display = Display(folder.log, config.trainer.max_steps, processes.rank)
+    except (ValueError, OSError) as error:
         complain(str(error))
         return 1
-    display = Display(folder.log, config.trainer.max_steps, processes.rank)
     this = _Run(config, folder, display, processes)
     try:
         for change in changes:
             logger.info("changed on resume: %s", change)
         this.prepare()
+        if config.resume and processes.is_first:
+            folder.write_config(config)  # not before: changes with which it cannot go on shall not stay
         this.train()
     except KeyboardInterrupt:
         this.status, this.exit_code = "stopped", 130
@@ -162,18 +164,15 @@ class _Run:
             config, self.task.head_size, self.precision, self.device, self._row, self.progress, self.processes
         )
         saver = self.saver = ckpt.Checkpoints(
-            self.folder.checkpoints,
-            trainer_config.checkpoint_every_n_steps,
-            trainer_config.keep_checkpoints,
-            self.config,
-            self.work.identity,
-            self.processes,
-        )
+            self.folder.checkpoints, trainer_config.checkpoint_every_n_steps, trainer_config.keep_checkpoints,
+            self.config, self.work.identity, self.processes,
+        )  # fmt: skip
         saver.progress = self.progress
         self.task.give_up = preemption.asked
         self.display.max_steps = config.trainer.max_steps
         self.loop = Loop(
-            config, self.meter, saver, preemption, self.display, self.work.validate, self._sample,
+            config, self.meter, saver, preemption, self.display, self.work.validate,
+            lambda step: self.work.after_validation(step, self._show),
             start.owes_validation if start else False, deadline, self.progress,
         )  # fmt: skip
         callbacks = [preemption, self.meter, saver, self.loop]
@@ -200,7 +199,6 @@ class _Run:
         """Write the summary and close the trackers, whatever happened; of several processes the first does."""
         if not self.processes.is_first:
             return
-        row = self.meter.last_row if self.meter else {}
         step = self.trainer.global_step if self.trainer else self.resume_from.step if self.resume_from else 0
         config = stage_config(self.config, self.progress)
         summary = {
@@ -208,7 +206,7 @@ class _Run:
             "status": self.status,
             "steps": step,
             "tokens": self.progress.tokens_at(step, config) if step else 0,
-            "train_loss": row.get("train_loss"),
+            "train_loss": self.meter.last_row.get("train_loss") if self.meter else None,
             "val_loss": None,
             **(self.loop.figures if self.loop else {}),
             "tokens_per_second": self.meter.tokens_per_second if self.meter else None,
@@ -221,7 +219,11 @@ class _Run:
             **attempts(self.config, self.saver.progress if self.saver else self.progress),
             **self.facts,
         }
-        self.folder.write_summary(summary)
+        try:
+            self.folder.write_summary(summary)
+        except OSError as error:
+            logger.error("%s", error)
+            self.exit_code = 1
         for tracker in self.trackers:
             tracker.finish(self.status, summary)
         logger.info("%s after %d steps: %s", self.status, step, self.folder.path)
@@ -292,9 +294,6 @@ class _Run:
         for tracker in self.trackers:
             tracker.log(row)
         self.display.row(row)
-
-    def _sample(self, step: int) -> None:
-        self.work.after_validation(step, self._show)
 
     def _show(self, step: int, name: str, text: str) -> None:
         logger.info("%s at step %d:\n%s", name, step, text)

@@ -34,8 +34,6 @@ def open_folder(config: Config, processes: Processes) -> RunFolder:
         try:
             folder = RunFolder.reopen(config.runs_dir, config.resume) if config.resume else RunFolder.create(config)
             run_id = folder.run_id
-            if config.resume:
-                folder.write_config(config)
         except ValueError as error:
             problem = str(error)
     run_id, problem = processes.same((run_id, problem))

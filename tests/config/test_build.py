@@ -65,7 +65,7 @@ def test_every_key_of_the_schema_is_explained_in_the_yaml():
         ("data=text", "data.path=null"),
         ("data=hub", "data.name=null"),
         ("seq_len=0", "seq_len=0: must be above 0"),
-        ("model.dropout=1.5", "between 0 and 1"),
+        ("model.dropout=1.5", "at least 0 and below 1"),
         ("trainer.context=2", "trainer.context=2"),
         ("task=classification", "images=null: task=classification needs it"),
         ("images=pathfinder", "images: a section for task=classification"),

@@ -39,11 +39,24 @@ def problems_of(*arguments: str) -> str:
         ("seq_len=4k,16q", "seq_len=16q"),
         ("experiment=glob(nobody*)", "no such choice; "),
         ("curriculum=null", "write '~curriculum'"),
+        ("data.path=/data/kürpus", "data.path='/data/kürpus'"),
+        ("data.path=/data/date=2024", "data.path='/data/date=2024'"),
+        ("seq_len", "'seq_len': not an override; write key=value"),
+        ("", "'': not an override; write key=value"),
         ("seed=glob(1*)", "seed=glob(1*): glob() chooses among the files of a group, and seed is none"),
     ],
 )
 def test_a_mistake_names_the_key_and_what_to_write(argument, hint):
     assert hint in problems_of(argument)
+
+
+@pytest.mark.parametrize("sweep", ["", ",'/other, one=1'"])
+def test_a_text_in_quotes_may_hold_anything(sweep):
+    check_overrides(["-m", "data=text", f"data.path='/data/kürpus (1), date=2024'{sweep}", "seq_len='16k',4k"], CONF)
+
+
+def test_the_value_of_a_flag_is_no_override():
+    check_overrides(["--cfg", "job", "--config-name", "config", "seq_len=16k"], CONF)
 
 
 def test_all_mistakes_come_in_one_message():

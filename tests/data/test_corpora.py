@@ -163,6 +163,17 @@ def test_missing_values_of_a_parquet_column_are_empty_documents(config: Config, 
         read(config(source="parquet", path=str(tmp_path), text_key="n"))
 
 
+def test_empty_parquet_files_and_row_groups_are_passed_over(config: Config, tmp_path: Path) -> None:
+    schema = pa.schema([("text", pa.string())])
+    none = pa.table({"text": pa.array([], pa.string())})
+    pq.write_table(none, tmp_path / "a.parquet")
+    with pq.ParquetWriter(tmp_path / "b.parquet", schema) as writer:
+        writer.write_table(none)
+        writer.write_table(pa.table({"text": ["b"]}))
+    pq.write_table(pa.table({"text": ["c"]}), tmp_path / "c.parquet")
+    assert [text for _, text in read(config(source="parquet", path=str(tmp_path)))] == ["b", "c"]
+
+
 def test_a_file_that_is_not_parquet_is_named(config: Config, tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"a\.parquet"):

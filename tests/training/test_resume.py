@@ -14,8 +14,10 @@ import torch
 
 from flashtrain.config import to_dict
 from flashtrain.config.build import ConfigError
+from flashtrain.config.resume import resumed
 from flashtrain.training import checkpoints as ckpt
 from flashtrain.training.run import run
+from flashtrain.training.run_folder import RunFolder
 
 from .conftest import ROOT, changed, figures, go_on, metrics, summary
 
@@ -240,3 +242,23 @@ def test_a_run_that_lengthens_its_sequences_resumes_to_the_same_bits(make_config
     whole = figures(tmp_path / "runs" / "whole")
     assert [row[1] for row in whole] == [row[1] for row in straight]  # as many tokens
     assert whole[0][2] != straight[0][2]  # other contexts
+
+
+@pytest.mark.parametrize("damaged", ["", "seq_len: [", "seq_len: 32"])
+def test_a_damaged_configuration_is_named(make_config, tmp_path, damaged):
+    folder = RunFolder.create(make_config("run_id=damaged"))
+    folder.config.write_text(damaged)
+    with pytest.raises(ConfigError, match=r"resume=damaged: .*config\.yaml is damaged"):
+        go_on(tmp_path, "damaged")
+
+
+def test_another_optimizer_is_refused_since_its_state_is_of_another_kind(make_config, tmp_path):
+    RunFolder.create(make_config("run_id=cut"))
+    with pytest.raises(ConfigError, match=r"optimizer\.name=muon: the run was started with adamw"):
+        go_on(tmp_path, "cut", "optimizer.name=muon")
+
+
+def test_a_runs_folder_instead_of_its_id_is_told_what_to_write(make_config, tmp_path):
+    folder = RunFolder.create(make_config("run_id=cut"))
+    with pytest.raises(ConfigError, match="write the run's id, resume=cut"):
+        resumed({"runs_dir": "runs", "resume": str(folder.path)}, [])

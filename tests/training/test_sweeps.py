@@ -8,7 +8,11 @@ import os
 import subprocess
 import sys
 
+import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from flashtrain.sweep import prepare
 
 from .conftest import ROOT, changed, metrics, summary
 from .wandb_file import read_offline_run
@@ -104,3 +108,17 @@ def test_two_runs_of_one_name_never_share_a_folder(make_config, tmp_path):
     before = (tmp_path / "runs" / "mine" / "metrics.csv").read_text()
     assert run(make_config("run_id=mine", "trainer.max_steps=3"), []) == 1
     assert (tmp_path / "runs" / "mine" / "metrics.csv").read_text() == before
+
+
+def test_a_sweeps_folder_may_have_any_name_and_its_id_is_one_word(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHTRAIN_SWEEP", "")
+    runs = tmp_path / "läufe (1), a=b"
+    arguments = [str(ROOT / "train.py"), "-m", f"runs_dir='{runs}'", "run_id='sweep'", "seed=1,2"]
+    assert prepare(arguments) == runs / "sweep"
+    assert OverridesParser.create().parse_override(arguments[-1]).value() == str(runs / "sweep")
+    for name in ("a/b", "a,b", "'../up'"):
+        with pytest.raises(SystemExit, match="names the whole sweep"):
+            prepare([str(ROOT / "train.py"), "-m", f"runs_dir='{runs}'", f"run_id={name}"])
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"runs_dir=.*file: "):
+        prepare([str(ROOT / "train.py"), "-m", f"runs_dir={tmp_path / 'file'}", "seed=1,2"])

@@ -233,7 +233,7 @@ def test_a_job_that_a_launcher_starts_once_more_goes_on_with_its_run(tmp_path, m
     commands: list[list[str]] = []
 
     class Run:
-        def __init__(self, command: list[str]) -> None:
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
             commands.append(command)
 
         def wait(self) -> int:
@@ -251,7 +251,7 @@ def test_a_job_that_a_launcher_starts_once_more_goes_on_with_its_run(tmp_path, m
     assert commands[-1][-3:] == ["seed=2", "run_id=seeds/1", "logger.group=seeds"]
     (tmp_path / "seeds" / "1" / "config.yaml").write_text("")
     sweep.run_job(ROOT / "train.py")
-    assert commands[-1][-2:] == [f"runs_dir={tmp_path}", "resume=seeds/1"]
+    assert commands[-1][-2:] == [f"runs_dir='{tmp_path}'", "resume=seeds/1"]
 
 
 def test_a_launcher_that_is_not_installed_is_named_before_the_sweep_has_a_folder(tmp_path, monkeypatch):
