@@ -63,8 +63,14 @@ def prepare(argv: list[str]) -> Path | None:
 
 
 def _settings(arguments: Sequence[str]) -> dict[str, str]:
-    """Values on the command line that are one text, as Hydra reads them; those of keys that are swept as they stand."""
+    """Values on the command line that are one text, as Hydra reads them; those of keys that are swept as they stand.
+
+    Raises:
+        SystemExit: `runs_dir` is swept.
+    """
     overrides = OverridesParser.create().parse_overrides(overrides_of(arguments))
+    if any(override.key_or_group == "runs_dir" and override.is_sweep_override() for override in overrides):
+        sys.exit("runs_dir: holds the whole sweep; give one folder, and in quotes where commas are part of its name")
     values = {
         override.key_or_group: override.get_value_string() if override.is_sweep_override() else override.value()
         for override in overrides

@@ -3,6 +3,7 @@
 Nucleus sampling (top_p) is Holtzman et al. 2020.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or (self.top_k is not None and self.top_k < 1):
+        if not 0 <= self.temperature < math.inf or (self.top_k is not None and self.top_k < 1):
             raise ValueError(
                 f"temperature={self.temperature} must be 0 or more and top_k={self.top_k} at least 1, or None for all "
                 "tokens"

@@ -28,7 +28,7 @@ from flashtrain.training.preemption import Preemption
 from flashtrain.training.progress import Display, complain
 from flashtrain.training.recording import choose_launching
 from flashtrain.training.run_folder import RunFolder, git_commit
-from flashtrain.training.run_parts import Work, make_trainer, open_folder, work_of
+from flashtrain.training.run_parts import Work, doubts, make_trainer, open_folder, work_of
 from flashtrain.training.seeds import fold_seed
 from flashtrain.training.trackers import Tracker, build_trackers
 from flashtrain.training.visibility import visible_pairs
@@ -104,12 +104,8 @@ class _Run:
         self.facts = attention.facts() | about | self.work.facts() | self.forecast.facts()
         for line in self._banner(attention):
             logger.info("%s", line)
-        if config.schedule.warmup_steps > config.trainer.max_steps:
-            logger.warning(
-                "schedule.warmup_steps=%d is more than trainer.max_steps=%d: the learning rate never reaches its peak",
-                config.schedule.warmup_steps,
-                config.trainer.max_steps,
-            )
+        for line in doubts(self.work.config, self.resume_from.step if self.resume_from else 0):
+            logger.warning("%s", line)
 
     def _build(self, start: ckpt.Start | None) -> AttentionReport:
         """The stage's data, and a model for it: new, from another run's weights, or for the checkpoint's to fill."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,18 @@ def open_folder(config: Config, processes: Processes) -> RunFolder:
         processes.leave(together=True)
         raise ValueError(problem if processes.is_first else f"rank {processes.rank}: the run cannot start")
     return RunFolder(Path(config.runs_dir) / run_id, run_id)
+
+
+def doubts(config: Config, step: int) -> Iterator[str]:
+    """What is allowed and yet hardly meant, a line each; `step` is the one that the run goes on behind."""
+    steps, warmup = config.trainer.max_steps, config.schedule.warmup_steps
+    if warmup > steps:
+        yield (
+            f"schedule.warmup_steps={warmup} is more than trainer.max_steps={steps}: the learning rate never reaches "
+            "its peak"
+        )
+    if step > steps:
+        yield f"trainer.max_steps={steps}: the run has made {step} steps already; a larger number lets it go on"
 
 
 def work_of(config: Config, run_config: Config, processes: Processes) -> Work:

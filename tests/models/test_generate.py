@@ -184,6 +184,12 @@ def test_top_p_takes_the_fewest_tokens_that_have_its_probability():
         assert {sample(logits, how, generator) for _ in range(200)} == allowed
 
 
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}])
+def test_sampling_that_means_nothing_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
 def test_what_does_not_fit_the_cache_or_the_positions_is_named_with_the_ways_out(make_gpt):
     tokens = torch.zeros(1, 9, dtype=torch.long)
     with pytest.raises(ValueError, match="cache of 8 tokens holds 0, and 9 more do not fit"):

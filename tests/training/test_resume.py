@@ -149,6 +149,14 @@ def test_a_finished_run_resumed_trains_no_further(make_config, tmp_path):
     assert summary(tmp_path / "runs" / "done")["status"] == "finished"
 
 
+def test_a_run_that_has_made_more_steps_than_it_is_given_says_so(make_config, tmp_path):
+    assert run(make_config("run_id=less"), []) == 0
+    assert go_on(tmp_path, "less", "trainer.max_steps=5", "schedule.warmup_steps=2") == 0
+    log = (tmp_path / "runs" / "less" / "train.log").read_text()
+    assert "trainer.max_steps=5: the run has made 12 steps already" in log
+    assert summary(tmp_path / "runs" / "less")["steps"] == 12
+
+
 def test_a_finished_run_goes_on_when_it_is_given_more_steps(make_config, tmp_path):
     assert run(make_config("run_id=more"), []) == 0
     assert go_on(tmp_path, "more", "trainer.max_steps=16") == 0

@@ -116,6 +116,8 @@ def test_a_sweeps_folder_may_have_any_name_and_its_id_is_one_word(tmp_path, monk
     arguments = [str(ROOT / "train.py"), "-m", f"runs_dir='{runs}'", "run_id='sweep'", "seed=1,2"]
     assert prepare(arguments) == runs / "sweep"
     assert OverridesParser.create().parse_override(arguments[-1]).value() == str(runs / "sweep")
+    with pytest.raises(SystemExit, match="runs_dir: holds the whole sweep"):
+        prepare([arguments[0], "-m", f"runs_dir={tmp_path}/a,{tmp_path}/b"])
     for name in ("a/b", "a,b", "'../up'"):
         with pytest.raises(SystemExit, match="names the whole sweep"):
             prepare([str(ROOT / "train.py"), "-m", f"runs_dir='{runs}'", f"run_id={name}"])
