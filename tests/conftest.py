@@ -15,7 +15,28 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+# Where tests start several processes or compile for a GPU. Their files come first, in this order, so that with
+# several workers, each of which takes a file at a time, none is left with a long one while the others are done.
+LONG = (
+    "training/distributed/test_starting.py",
+    "training/test_memory.py",
+    "training/test_on_gpu.py",
+    "attention/test_",
+    "training/distributed/",
+    "training/test_sweeps.py",
+    "parallel/",
+    "training/test_resume.py",
+    "scripts/test_benchmark_",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):  # xdist's own order puts files with few tests last
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: next((n for n, part in enumerate(LONG) if part in item.path.as_posix()), len(LONG)))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -13,6 +13,7 @@ import plot_evaluations
 import pytest
 import torch
 import torch.nn.functional as F
+import wandb
 from measuring.language import Judge, passkey_grid, recall_rows, sliding_perplexity
 from measuring.reading import load_reader
 
@@ -151,6 +152,7 @@ def test_tables_go_to_the_runs_own_wandb_run_if_asked_for(trained, tmp_path, mon
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("name: csv", "name: wandb"))
     (run / "wandb_id").write_text("abcd1234")
     result = judged(tmp_path, run, "--tasks", "perplexity,induction", "--track")
+    wandb.teardown()  # as when the script ends: waits until the file is written
     written = read_offline_run(run)
     assert written.run_id == "abcd1234"
     (row,) = written.history
