@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,21 @@ def outlined(path: Path) -> dict[str, Any]:
         try:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            raise ValueError(f"{path}: not a readable checkpoint ({str(error).splitlines()[0]})") from error
+            raise ValueError(f"{path}: not a readable checkpoint ({_why(path, error)})") from error
     about = checkpoint.get("flashtrain") if isinstance(checkpoint, dict) else None
     if not isinstance(about, dict) or about.get("kind") != KIND:
         raise ValueError(f"{path}: not a checkpoint of this version of flashtrain")
     found: dict[str, Any] = checkpoint
     return found
+
+
+def _why(path: Path, error: Exception) -> str:
+    """What is wrong with a file that PyTorch cannot read."""
+    if path.is_file() and not path.stat().st_size:
+        return "it is empty"
+    if path.is_file() and not zipfile.is_zipfile(path):
+        return "it was cut short, or is another kind of file"
+    return str(error).splitlines()[0]
 
 
 def newest(folder: Path, read: Callable[[Path], dict[str, Any]] = load) -> tuple[Path, dict[str, Any]] | None:

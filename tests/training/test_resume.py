@@ -218,6 +218,12 @@ class TestCheckpoints:
         with pytest.raises(ValueError, match="not a checkpoint"):
             ckpt.newest(tmp_path)
 
+    @pytest.mark.parametrize(("content", "why"), [(b"", "it is empty"), (b"PK" * 99, "another kind of file")])
+    def test_what_pytorch_cannot_read_is_named_with_the_reason(self, tmp_path, content, why):
+        (tmp_path / "step-00000001.ckpt").write_bytes(content)
+        with pytest.raises(ValueError, match=f"step-00000001.ckpt: not a readable checkpoint .*{why}"):
+            ckpt.newest(tmp_path)
+
     def test_a_full_disk_keeps_the_earlier_checkpoint_whole(self, make_config, tmp_path, monkeypatch):
         import lightning.pytorch as pl
 
