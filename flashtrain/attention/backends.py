@@ -18,8 +18,6 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HOPPER_MIN_HEAD_DIM = 40
 # The Hopper backward pass, and block layouts, end here: larger head dims take more registers than there are.
 HOPPER_BACKWARD_HEAD_DIM = 128
-# Queries and keys a block of a layout that the Hopper kernels walk.
-HOPPER_BLOCK = (128, 128)
 
 
 def supported(
@@ -56,8 +54,6 @@ def _unsupported_by_hopper(q: Tensor, blocks: tuple[int, ...], group: int) -> st
         return f"the Hopper kernels take head_dim {HOPPER_MIN_HEAD_DIM} and more in steps of 8, not {head_dim}"
     if blocks and head_dim > HOPPER_BACKWARD_HEAD_DIM:
         return f"the Hopper kernels take layouts up to head_dim {HOPPER_BACKWARD_HEAD_DIM}, not {head_dim}"
-    if blocks and blocks[:2] != HOPPER_BLOCK:
-        return f"the Hopper kernels take layouts of {HOPPER_BLOCK} blocks, not {blocks[:2]}"
     if blocks and blocks[3] > 1 and group > 1:
         return "the Hopper kernels take no layouts by head together with grouped-query heads"
     return None

@@ -128,7 +128,7 @@ def hopper(shape: Shape) -> Passes:
     """The Hopper kernels. dq is added up in float32, twice as many bytes as a tensor: set to zero, added to in L2 by
     every program that sees its queries, read and narrowed."""
     t, row, statistics = _tensor(shape), _heads(shape) * 4 * shape.seq_len, _statistics(shape)
-    config = forward_config(shape.head_dim, shape.seq_len, not shape.causal, False, 0)
+    config = forward_config(shape.head_dim, shape.seq_len, not shape.causal, False, (), 0)
     keys = _keys(shape, config.block_m, config.block_n)
     visits = queries_loaded(shape.seq_len, HOPPER_KEYS, BACKWARD[shape.head_dim].block_m, shape.causal)
     added = _heads(shape) * visits * 4 * shape.head_dim

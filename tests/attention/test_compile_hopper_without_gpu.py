@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-FULL = {"LOWER": False, "LATER": False, "TABLE": False, "LISTS": False}
-CAUSAL = {"LOWER": False, "LATER": True, "TABLE": False, "LISTS": False}
-WINDOW = {"LOWER": True, "LATER": True, "TABLE": False, "LISTS": False}
-DOCUMENTS = {"LOWER": True, "LATER": True, "TABLE": True, "LISTS": False}
-B_FULL = {"AFTER": False, "BEFORE": False, "TABLE": False, "LISTS": False}
-B_CAUSAL = {"AFTER": True, "BEFORE": False, "TABLE": False, "LISTS": False}
-B_WINDOW = {"AFTER": True, "BEFORE": True, "TABLE": False, "LISTS": False}
-B_DOCUMENTS = {"AFTER": True, "BEFORE": True, "TABLE": True, "LISTS": False}
-BLOCKS = {"LOWER": False, "LATER": True, "TABLE": False, "LISTS": True}
-B_BLOCKS = {"AFTER": True, "BEFORE": False, "TABLE": False, "LISTS": True}
+FULL = {"LOWER": False, "LATER": False, "TABLE": False, "LIST_M": 0, "LIST_N": 0}
+CAUSAL = {"LOWER": False, "LATER": True, "TABLE": False, "LIST_M": 0, "LIST_N": 0}
+WINDOW = {"LOWER": True, "LATER": True, "TABLE": False, "LIST_M": 0, "LIST_N": 0}
+DOCUMENTS = {"LOWER": True, "LATER": True, "TABLE": True, "LIST_M": 0, "LIST_N": 0}
+B_FULL = {"AFTER": False, "BEFORE": False, "TABLE": False, "LIST_M": 0}
+B_CAUSAL = {"AFTER": True, "BEFORE": False, "TABLE": False, "LIST_M": 0}
+B_WINDOW = {"AFTER": True, "BEFORE": True, "TABLE": False, "LIST_M": 0}
+B_DOCUMENTS = {"AFTER": True, "BEFORE": True, "TABLE": True, "LIST_M": 0}
+BLOCKS, TALL, SMALL = (
+    {"LOWER": False, "LATER": True, "TABLE": False, "LIST_M": queries, "LIST_N": keys}
+    for queries, keys in ((128, 128), (128, 64), (64, 64))
+)
+B_BLOCKS, B_SMALL = ({"AFTER": True, "BEFORE": False, "TABLE": False, "LIST_M": queries} for queries in (128, 64))
 # Pass, head dim, dtype, short sequence, query heads a key head, mask, and the spilled bytes a thread with which the
 # kernels were measured.
 ENTRIES = [
@@ -41,22 +44,25 @@ ENTRIES = [
         for head_dim, short in ((64, True), (64, False), (128, False))
     ],
     *[("backward", head_dim, "bfloat16", False, 1, B_BLOCKS, 16) for head_dim in (64, 128)],
+    *[("forward", head_dim, "bfloat16", False, 1, mask, 0) for head_dim in (64, 128) for mask in (TALL, SMALL)],
+    *[("small", head_dim, "bfloat16", False, 1, mask, 0) for head_dim in (64, 128) for mask in (B_BLOCKS, B_SMALL)],
     ("backward", 64, "bfloat16", False, 4, B_CAUSAL, 128),
     ("backward", 128, "float16", False, 4, B_CAUSAL, 96),
 ]
 PROGRAM = """
 import dataclasses, json, sys, torch, triton
-from flashtrain.attention.hopper.configs import BACKWARD, forward_config, tile_width
+from flashtrain.attention.hopper.configs import backward_config, forward_config
 from flashtrain.attention.hopper.offline import compile_backward, compile_forward
 print(triton.__version__)
 for name, head_dim, dtype, short, group, mask, _ in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)
     if name == "forward":
-        row_blocks = (8 if short else 512) if mask["LISTS"] else 0
-        config = forward_config(head_dim, 1024 if short else 65536, False, mask["TABLE"], row_blocks)
+        blocks = (mask["LIST_M"], mask["LIST_N"]) if mask["LIST_M"] else ()
+        config = forward_config(head_dim, 1024 if short else 65536, False, mask["TABLE"], blocks, 8 if short else 512)
         resources = compile_forward(head_dim, dtype, config, **mask)
     else:
-        resources = compile_backward(head_dim, dtype, BACKWARD[tile_width(head_dim)], group, name == "ordered", **mask)
+        config = backward_config(head_dim, (mask["LIST_M"], 64 if name == "small" else 128) if mask["LIST_M"] else ())
+        resources = compile_backward(head_dim, dtype, config, group, name == "ordered", **mask)
     print(json.dumps(dataclasses.asdict(resources)), flush=True)
 """
 # What `calls` would launch, on CPU tensors, without launching it.
@@ -84,7 +90,7 @@ def launch(kernel, q, setup, described, pointers):
 calls.launch = launch
 q = torch.randn(2, 4, 300, 64, dtype=torch.bfloat16)
 k = torch.randn(2, 2, 300, 64, dtype=torch.bfloat16)
-for mask in (None, Causal(), Documents(((100, 200),)), layouts.butterfly(300) & Causal()):
+for mask in (None, Causal(), Documents(((100, 200),)), layouts.butterfly(300) & Causal(), layouts.butterfly(300, 64)):
     limits = lower(mask, 2, 300, 300, "cpu").limits
     for deterministic in (False, True):
         if deterministic and limits.blocks:

@@ -13,11 +13,13 @@ pytestmark = ON_HOPPER
 
 
 LAYOUTS = {
-    "butterfly": lambda seq: layouts.butterfly(seq),
-    "sinks": lambda seq: layouts.window_sinks(seq, window=1),
-    "uneven, with empty rows": lambda seq: layouts.random_blocks(seq, density=0.3, seed=5, no_empty_rows=False),
-    "all blocks": lambda seq: layouts.random_blocks(seq, density=1.0),
-    "no block": lambda seq: layouts.random_blocks(seq, density=0.0, no_empty_rows=False),
+    "butterfly": lambda seq, block=128: layouts.butterfly(seq, block),
+    "sinks": lambda seq, block=128: layouts.window_sinks(seq, block, window=1),
+    "uneven, with empty rows": lambda seq, block=128: layouts.random_blocks(
+        seq, block, density=0.3, seed=5, no_empty_rows=False
+    ),
+    "all blocks": lambda seq, block=128: layouts.random_blocks(seq, block, density=1.0),
+    "no block": lambda seq, block=128: layouts.random_blocks(seq, block, density=0.0, no_empty_rows=False),
 }
 RESTS = {
     "alone": Full(),
@@ -32,6 +34,16 @@ RESTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_block_layout_is_right(device, layout, rest, head_dim):
     mask = LAYOUTS[layout](1103) & RESTS[rest]
+    case = make_case(device, BF16, mask, batch=2, heads=(4, 4), seq=(1103, 1103), head_dim=head_dim)
+    assert_accurate(case, "hopper")
+
+
+@pytest.mark.parametrize("block", [64, (128, 64)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("rest", RESTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_small_blocks_are_right_in_every_layout(device, layout, rest, head_dim, block):
+    mask = LAYOUTS[layout](1103, block) & RESTS[rest]
     case = make_case(device, BF16, mask, batch=2, heads=(4, 4), seq=(1103, 1103), head_dim=head_dim)
     assert_accurate(case, "hopper")
 
@@ -51,25 +63,25 @@ def test_the_tiles_of_long_lists_are_right_with_every_block_layout(device, layou
     assert_accurate(case, "hopper", {**hopper(case), "out": out, "lse": lse})
 
 
+@pytest.mark.parametrize("block", [128, 64, (128, 64)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seq", [(900, 1500), (1500, 900), (1, 300), (128, 128)], ids=str)
-def test_block_layouts_of_grouped_heads_and_of_other_lengths_are_right(device, seq, head_dim):
-    mask = layouts.random_blocks(seq, density=0.4, seed=2, no_empty_rows=False) & Causal()
+def test_block_layouts_of_grouped_heads_and_of_other_lengths_are_right(device, seq, head_dim, block):
+    mask = layouts.random_blocks(seq, block, density=0.4, seed=2, no_empty_rows=False) & Causal()
     assert_accurate(make_case(device, BF16, mask, batch=2, heads=(6, 2), seq=seq, head_dim=head_dim), "hopper")
 
 
+@pytest.mark.parametrize("block", [128, 64], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_block_layout_of_each_head_is_right(device, head_dim):
-    mask = layouts.random_blocks(1103, density=0.3, seed=2, heads=4, no_empty_rows=False)
+def test_a_block_layout_of_each_head_is_right(device, head_dim, block):
+    mask = layouts.random_blocks(1103, block, density=0.3, seed=2, heads=4, no_empty_rows=False)
     assert_accurate(make_case(device, FP16, mask, batch=2, heads=(4, 4), seq=(1103, 1103), head_dim=head_dim), "hopper")
 
 
 def test_block_layouts_that_the_kernels_do_not_walk_go_to_the_portable_ones(device):
     q = torch.randn(1, 4, 512, 64, device=device, dtype=BF16)
-    small = lower(layouts.window_sinks(512, 64), 1, 512, 512, device)
     own = lower(layouts.random_blocks(512, density=0.5, heads=4), 1, 512, 512, device)
-    assert choose_backend("auto", q, blocks=small.blocks) == "portable"
     assert choose_backend("auto", q, blocks=own.blocks, group=2) == "portable"
     assert choose_backend("auto", q, blocks=own.blocks) == "hopper"
-    with pytest.raises(ValueError, match="layouts of"):
-        attention(q, q, q, small, backend="hopper")
+    with pytest.raises(ValueError, match="layouts by head"):
+        attention(q, q[:, :2], q[:, :2], own, backend="hopper")

@@ -1,15 +1,14 @@
 """The backward kernel for Hopper: dq, dk and dv in one pass over the scores, as in FlashAttention-3
 (https://arxiv.org/abs/2407.08608, appendix B), in Gluon.
 
-A program owns 128 keys and walks over the queries that see them. Two consumer warpgroups own 64 keys each. They compute
-scores transposed, s^T = k q^T and dp^T = v dout^T, so that p^T and ds^T feed dv += p^T dout and dk += ds^T q from
-registers. Only ds goes through shared memory, for dq = ds k, which the two share (by queries, or by columns where the
-tile has 64 queries). Each adds its part to a float32 tensor in global memory straight from registers: shared memory is
-what the tensor cores wait for here, and TMA would write and read every part there once more. In which order programs
-add is left open, or fixed (ORDERED). A producer warp brings q, dout and the rows' statistics.
-
-dq is summed in regions of 64 queries by 64 columns, laid out as the threads hold them; `around.finish_kernel` brings it
-in order.
+A program owns 128 keys and walks over the queries that see them. Two consumer warpgroups own 64 keys each; with blocks
+of 64 keys there is one. They compute scores transposed, s^T = k q^T and dp^T = v dout^T, so that p^T and ds^T feed
+dv += p^T dout and dk += ds^T q from registers. Only ds goes through shared memory, for dq = ds k, which two consumers
+share (by queries, or by columns where the tile has 64 queries). Each adds its part to a float32 tensor in global memory
+straight from registers: shared memory is what the tensor cores wait for here, and TMA would write and read every part
+there once more. In which order programs add is left open, or fixed (ORDERED). A producer warp brings q, dout and the
+rows' statistics. dq is summed in regions of 64 queries by 64 columns, laid out as the threads hold them;
+`around.finish_kernel` brings it in order.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from flashtrain.attention.hopper.backward_step import step
 from flashtrain.attention.hopper.compat import copy_to_shared
 from flashtrain.attention.hopper.turns import end_turn
 from flashtrain.attention.hopper.walk import (
-    LIST_BLOCK,
     block_at,
     blocks_of,
     heaviest_first,
@@ -38,9 +36,6 @@ from flashtrain.attention.hopper.walk import (
 )
 from flashtrain.attention.portable.tiles import tile_of
 
-BLOCK_N = gl.constexpr(128)
-
-
 # Arguments that change from call to call and are no reason to compile again.
 _VARYING = (
     "columns_ptr", "lists_ptr", "turns_ptr", "stride_statistics", "stride_columns", "num_lists", "lists_batch",
@@ -49,24 +44,24 @@ _VARYING = (
 
 
 @gluon.jit
-def _keys(seq_k, heads, lists, GROUP: gl.constexpr, LISTS: gl.constexpr):
+def _keys(seq_k, heads, lists, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, LIST_M: gl.constexpr):
     """First key, batch row and key head of this program."""
     all_kv_heads, num_kv_heads, heads_together = heads
     block, batch_head = tile_of(gl.program_id(0), gl.cdiv(seq_k, BLOCK_N), all_kv_heads, heads_together, False)
     batch, kv_head = batch_head // num_kv_heads, batch_head % num_kv_heads
-    block = heaviest_first(lists, batch, kv_head * GROUP, block, LISTS)
+    block = heaviest_first(lists, batch, kv_head * GROUP, block, LIST_M > 0)
     return block * BLOCK_N, batch, kv_head
 
 
 @gluon.jit
 def _walk(
-    first_key, batch, head, mask, lists, BLOCK_M: gl.constexpr, NUM_WARPS: gl.constexpr, TABLE: gl.constexpr,
-    LISTS: gl.constexpr,
+    first_key, batch, head, mask, lists, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_WARPS: gl.constexpr,
+    TABLE: gl.constexpr, LIST_M: gl.constexpr,
 ):  # fmt: skip
-    """begin, full_begin, full_end, end: the places of queries that see the 128 keys from first_key, as in `blocks_of`.
-    Lists have places for blocks of LIST_BLOCK queries."""
+    """begin, full_begin, full_end, end: the places of queries that see the BLOCK_N keys from first_key, as in
+    `blocks_of`. Lists have places for blocks of LIST_M queries."""
     columns, stride_columns, seq_q, seq_k, left, right = mask
-    if LISTS:
+    if LIST_M:
         begin, full_end, end = places_of(lists, batch, head, first_key // BLOCK_N)
         return begin, begin, full_end, end
     return blocks_of(
@@ -76,7 +71,7 @@ def _walk(
 
 
 @gluon.jit
-def _turn(first_key):
+def _turn(first_key, BLOCK_N: gl.constexpr):
     """The number of a program in the order in which they add to dq, from 1."""
     return first_key // BLOCK_N + 1
 
@@ -84,15 +79,15 @@ def _turn(first_key):
 @gluon.jit
 def _visit(
     j, lists, begin, num_blocks, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, ORDERED: gl.constexpr,
-    LISTS: gl.constexpr,
+    LIST_M: gl.constexpr,
 ):  # fmt: skip
     """Query head of the group, place and tile of queries of step j. Query heads of a group share their list. With
     ORDERED the last queries come first."""
     member, rest = 0, j
     if GROUP > 1:
         member, rest = j // num_blocks, j % num_blocks
-    if LISTS:
-        TILES: gl.constexpr = LIST_BLOCK // BLOCK_M
+    if LIST_M:
+        TILES: gl.constexpr = LIST_M // BLOCK_M
         place = begin + rest // TILES
         return member, place, block_at(lists, place) * TILES + rest % TILES
     if ORDERED:
@@ -101,43 +96,46 @@ def _visit(
 
 
 @gluon.jit
-def _count(begin, end, BLOCK_M: gl.constexpr, LISTS: gl.constexpr):
+def _count(begin, end, BLOCK_M: gl.constexpr, LIST_M: gl.constexpr):
     """Tiles of queries of one head."""
-    if LISTS:
-        return (end - begin) * (LIST_BLOCK // BLOCK_M)
+    if LIST_M:
+        return (end - begin) * (LIST_M // BLOCK_M)
     return end - begin
 
 
 @gluon.jit
 def _produce(
     descriptors, statistics, turns_ptr, buffers, barriers, mask, lists, heads,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    ORDERED: gl.constexpr, TABLE: gl.constexpr, LISTS: gl.constexpr,
+    CONSUMERS: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr, ORDERED: gl.constexpr, TABLE: gl.constexpr, LIST_M: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: keys and values once, then queries, dout and statistics step by step.
 
     With ORDERED it also ends the turns. That waits for memory, and this warp has the time.
     """
+    BLOCK_N: gl.constexpr = 64 * CONSUMERS
     EXTRA: gl.constexpr = STAGES - 1 if ORDERED else 0
     q_desc, k_desc, v_desc, dout_desc = descriptors
     lse_ptr, delta_ptr, stride_statistics = statistics
     q_s, dout_s, k_s, v_s, lse_s, delta_s, ds_s = buffers
     kv_full, q_full, dout_full, free, added = barriers
-    first_key, batch, kv_head = _keys(mask[3], heads, lists, GROUP, LISTS)
-    begin, full_begin, full_end, end = _walk(first_key, batch, kv_head * GROUP, mask, lists, BLOCK_M, 1, TABLE, LISTS)
+    first_key, batch, kv_head = _keys(mask[3], heads, lists, GROUP, BLOCK_N, LIST_M)
+    begin, full_begin, full_end, end = _walk(
+        first_key, batch, kv_head * GROUP, mask, lists, BLOCK_M, BLOCK_N, 1, TABLE, LIST_M
+    )
     load_box(k_desc, [batch, kv_head, first_key, 0], kv_full.index(0), k_s, 2 * BLOCK_N * HEAD_DIM)
     load_box(v_desc, [batch, kv_head, first_key, 0], kv_full.index(1), v_s, 2 * BLOCK_N * HEAD_DIM)
     row = gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
     # Query heads of a group are neighbours.
     first_head = kv_head * GROUP
     row_of_head = (batch * heads[1] * GROUP + first_head).to(gl.int64) * stride_statistics
-    num_blocks = _count(begin, end, BLOCK_M, LISTS)
+    num_blocks = _count(begin, end, BLOCK_M, LIST_M)
     steps = num_blocks * GROUP
     for j in range(steps + EXTRA):
         stage = j % STAGES
         mbarrier.wait(free.index(stage), ((j // STAGES) & 1) ^ 1)
         if EXTRA == 0 or j < steps:
-            member, place, block = _visit(j, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LISTS)
+            member, place, block = _visit(j, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LIST_M)
             first = block * BLOCK_M
             statistics_at = row_of_head + member * stride_statistics + first
             copy_to_shared(lse_s.index(stage), lse_ptr + statistics_at + row)
@@ -151,28 +149,31 @@ def _produce(
         if ORDERED:
             if j >= STAGES:
                 mbarrier.wait(added.index(stage), ((j // STAGES) & 1) ^ 1)
-                member, place, block = _visit(j - STAGES, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LISTS)
+                member, place, block = _visit(j - STAGES, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LIST_M)
                 tile = (batch * heads[1] * GROUP + first_head + member) * (stride_statistics // BLOCK_M) + block
-                end_turn(turns_ptr + tile, _turn(first_key))
+                end_turn(turns_ptr + tile, _turn(first_key, BLOCK_N))
 
 
 @gluon.jit
 def _consume(
     C: gl.constexpr, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2,
-    GROUP: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr, TABLE: gl.constexpr,
-    LISTS: gl.constexpr,
+    CONSUMERS: gl.constexpr, GROUP: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, BLOCK_M: gl.constexpr,
+    HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr,
+    TABLE: gl.constexpr, LIST_M: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warpgroup C: keys [64 C, 64 C + 64) of the program's 128."""
+    """Consumer warpgroup C: keys [64 C, 64 C + 64) of the program's."""
+    BLOCK_N: gl.constexpr = 64 * CONSUMERS
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     q_s, dout_s, k_s, v_s, lse_s, delta_s, ds_s = buffers
     kv_full, q_full, dout_full, free, added = barriers
     columns, stride_columns, seq_q, seq_k, left, right = mask
     dq_ptr, tiles, turns_ptr, dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
-    first_key, batch, kv_head = _keys(seq_k, heads, lists, GROUP, LISTS)
-    begin, full_begin, full_end, end = _walk(first_key, batch, kv_head * GROUP, mask, lists, BLOCK_M, 4, TABLE, LISTS)
-    num_blocks = _count(begin, end, BLOCK_M, LISTS)
+    first_key, batch, kv_head = _keys(seq_k, heads, lists, GROUP, BLOCK_N, LIST_M)
+    begin, full_begin, full_end, end = _walk(
+        first_key, batch, kv_head * GROUP, mask, lists, BLOCK_M, BLOCK_N, 4, TABLE, LIST_M
+    )
+    num_blocks = _count(begin, end, BLOCK_M, LIST_M)
     steps = num_blocks * GROUP
     # Programs add to a tile of dq from the first keys to the last, each behind the one before it where that visits the
     # tile. They walk from the last queries to the first: with a causal mask all of a head begin at one tile then, each
@@ -180,10 +181,10 @@ def _consume(
     # multiprocessor yet.
     turn, before_begin, before_end = 0, 0, 0
     if ORDERED:
-        turn = _turn(first_key)
+        turn = _turn(first_key, BLOCK_N)
         if first_key > 0:
             before_begin, _full_begin, _full_end, before_end = _walk(
-                first_key - BLOCK_N, batch, kv_head * GROUP, mask, lists, BLOCK_M, 4, TABLE, LISTS
+                first_key - BLOCK_N, batch, kv_head * GROUP, mask, lists, BLOCK_M, BLOCK_N, 4, TABLE, LIST_M
             )
     dq = (dq_ptr, tiles, turns_ptr, turn, before_begin, before_end)
     first_key += C * 64
@@ -200,19 +201,20 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=[s_next])
     mbarrier.wait(kv_full.index(1), 0)
     for j in range(steps):
-        member, place, block = _visit(j, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LISTS)
-        if LISTS:
+        member, place, block = _visit(j, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LIST_M)
+        if LIST_M:
             partial = place >= full_end
         else:
             partial = (place < full_begin) | (place >= full_end) if BEFORE else place < full_begin
         dk, dv, s = step(
             C, j, first_head + member, block, partial, dk, dv, s, j + 1 < steps, first_key, batch, dq, buffers,
-            barriers, mask, k, v, scale_log2, AFTER, BEFORE, BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED, TABLE,
+            barriers, mask, k, v, scale_log2, CONSUMERS, AFTER, BEFORE, BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED,
+            TABLE,
         )  # fmt: skip
     if ORDERED:  # the turn of the last tile is not the producer's to end
         sync_at(12, "256")
         if steps > 0 and C == 0:
-            member, place, block = _visit(steps - 1, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LISTS)
+            member, place, block = _visit(steps - 1, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LIST_M)
             end_turn(turns_ptr + (first_head + member) * tiles + block, turn)
     key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, d_layout))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, d_layout))[None, :]
@@ -231,17 +233,19 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_ptr, turns_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, columns_ptr, lists_ptr,
     stride_columns, num_lists, lists_batch, lists_head, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     stride_statistics, all_kv_heads, num_kv_heads, heads_together, seq_q, seq_k, left, right, scale, scale_log2,
-    GROUP: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, TABLE: gl.constexpr, BLOCK_M: gl.constexpr,
-    HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr,
-    LISTS: gl.constexpr,
+    CONSUMERS: gl.constexpr, GROUP: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, TABLE: gl.constexpr,
+    BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    ORDERED: gl.constexpr, LIST_M: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors over [batch, heads, seq, COLUMNS] with boxes of BLOCK_M queries and 128 keys; lse in base 2 and
-    delta float32 [batch * num_heads, padded seq_q]; dq float32 [batch * num_heads * padded seq_q / BLOCK_M, 2, 4096],
-    zeroed, a region for each tile and consumer; turns int32, one a tile, zeroed.
+    """Descriptors over [batch, heads, seq, COLUMNS] with boxes of BLOCK_M queries and 64 CONSUMERS keys; lse in base 2
+    and delta float32 [batch * num_heads, padded seq_q]; dq float32, zeroed, [batch * num_heads * padded seq_q / 64,
+    HEAD_DIM / 64, 4096], regions of 64 queries and 64 columns; turns int32, one a tile, zeroed.
 
     AFTER: a key may be seen only after some query. BEFORE: only before some query. ORDERED: programs add to a tile of
-    dq in one order. LISTS: `lists_ptr` holds work lists, as in a plan, for blocks of 128 by 128; not with ORDERED.
+    dq in one order. LIST_M: `lists_ptr` holds work lists, as in a plan, for blocks of so many queries, whole tiles, and
+    64 CONSUMERS keys; 0 without lists; not with ORDERED. One consumer has BLOCK_M 64, and neither AHEAD nor ORDERED.
     """
+    BLOCK_N: gl.constexpr = 64 * CONSUMERS
     dtype: gl.constexpr = k_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, HEAD_DIM], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
@@ -252,7 +256,8 @@ def backward_kernel(
     dout_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], q_layout)
     k_s = gl.allocate_shared_memory(dtype, [BLOCK_N, HEAD_DIM], k_layout)
     v_s = gl.allocate_shared_memory(dtype, [BLOCK_N, HEAD_DIM], k_layout)
-    ds_s = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
+    # Two consumers, who read each other's half, take two in turn.
+    ds_s = gl.allocate_shared_memory(dtype, [CONSUMERS, BLOCK_N, BLOCK_M], ds_layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
@@ -265,8 +270,8 @@ def backward_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=33)  # 32 threads that copy statistics, and TMA
         mbarrier.init(dout_full.index(stage), count=33)
-        mbarrier.init(free.index(stage), count=2)
-        mbarrier.init(added.index(stage), count=2)
+        mbarrier.init(free.index(stage), count=CONSUMERS)
+        mbarrier.init(added.index(stage), count=CONSUMERS)
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc, dout_desc)
     statistics = (lse_ptr, delta_ptr, stride_statistics)
@@ -279,11 +284,19 @@ def backward_kernel(
         dq_ptr, stride_statistics // BLOCK_M, turns_ptr, dk_ptr, dv_ptr, (dk_batch, dk_head, dk_row),
         (dv_batch, dv_head, dv_row),
     )  # fmt: skip
-    gl.warp_specialize([
-        (_consume, (0, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, GROUP, AFTER,
-                    BEFORE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE, LISTS)),
-        (_consume, (1, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, GROUP, AFTER,
-                    BEFORE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE, LISTS)),
-        (_produce, (descriptors, statistics, turns_ptr, buffers, barriers, mask, lists, heads, GROUP, BLOCK_M, HEAD_DIM,
-                    STAGES, AHEAD, ORDERED, TABLE, LISTS)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_consume, (0, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, CONSUMERS,
+                        GROUP, AFTER, BEFORE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
+            (_produce, (descriptors, statistics, turns_ptr, buffers, barriers, mask, lists, heads, CONSUMERS, GROUP,
+                        BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
+        ], [1], [24])  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (0, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, CONSUMERS,
+                        GROUP, AFTER, BEFORE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
+            (_consume, (1, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, CONSUMERS,
+                        GROUP, AFTER, BEFORE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
+            (_produce, (descriptors, statistics, turns_ptr, buffers, barriers, mask, lists, heads, CONSUMERS, GROUP,
+                        BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
+        ], [4, 1], [240, 24])  # fmt: skip

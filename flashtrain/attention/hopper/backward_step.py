@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtrain.attention.hopper.turns import await_turn, peek_turn
-from flashtrain.attention.hopper.walk import arrive_at, intervals, sync_at
+from flashtrain.attention.hopper.walk import arrive_at, intervals, named_sync, sync_at
 
 
 @gluon.jit
@@ -30,17 +30,47 @@ def _add_dq(dq_ptr, region, dq, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _alone(
+    tile, stage, p_narrow, ds, ds_narrow, dk, dv, dq_ptr, buffers, HEAD_DIM: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The products of a consumer without a second one, from the weights and ds of a tile of 64 queries: it adds all
+    columns of dq, 64 at a time, which is what registers have room for."""
+    q_s, dout_s, k_s, v_s, lse_s, delta_s, ds_s = buffers
+    dq_zeros = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
+    all_ds = ds_s.index(0)
+    named_sync("8", "128")  # until all warps have taken the last tile's ds into dq
+    all_ds.store(ds)
+    fence_async_shared()
+    dv_next = warpgroup_mma(p_narrow, dout_s.index(stage), dv, is_async=True)
+    named_sync("9", "128")
+    dq_next = warpgroup_mma(all_ds.permute((1, 0)), k_s.slice(0, 64, dim=1), dq_zeros, use_acc=False, is_async=True)
+    dk_next = warpgroup_mma(ds_narrow, q_s.index(stage), dk, is_async=True)
+    dv = warpgroup_mma_wait(2, deps=[dv_next])
+    dq_part = warpgroup_mma_wait(1, deps=[dq_next])
+    PARTS: gl.constexpr = HEAD_DIM // 64
+    _add_dq(dq_ptr, tile * PARTS, dq_part, DQ_LAYOUT)
+    dk = warpgroup_mma_wait(0, deps=[dk_next])
+    if PARTS == 2:  # not beside dk: clearing its registers meanwhile would make the products wait for each other
+        dq_next = warpgroup_mma(
+            all_ds.permute((1, 0)), k_s.slice(64, 64, dim=1), dq_zeros, use_acc=False, is_async=True
+        )
+        dq_part = warpgroup_mma_wait(0, deps=[dq_next])
+        _add_dq(dq_ptr, tile * PARTS + 1, dq_part, DQ_LAYOUT)
+    return dk, dv
+
+
+@gluon.jit
 def step(
     C: gl.constexpr, j, head, block, partial, dk, dv, s, more, first_key, batch, dq, buffers, barriers,
     mask, k, v, scale_log2,
-    AFTER: gl.constexpr, BEFORE: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, ORDERED: gl.constexpr, TABLE: gl.constexpr,
+    CONSUMERS: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr, TABLE: gl.constexpr,
 ):  # fmt: skip
     """Consumer C adds one tile of queries to dk and dv, and its part of dq to the sum.
 
     AHEAD: s comes in ready, and that of the next tile is computed while this tile's dq is added.
     """
-    WIDTH: gl.constexpr = HEAD_DIM if BLOCK_M == 128 else HEAD_DIM // 2
+    WIDTH: gl.constexpr = HEAD_DIM if BLOCK_M == 128 else (64 if CONSUMERS == 1 else HEAD_DIM // 2)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -81,6 +111,10 @@ def step(
     dp = warpgroup_mma_wait(0, deps=[dp_next])
     ds = (p * (dp - delta_s.index(stage).load(query_layout)[None, :])).to(dtype)
     ds_narrow = gl.convert_layout(ds, p_layout)
+    if CONSUMERS == 1:
+        dk, dv = _alone(tile, stage, p_narrow, ds, ds_narrow, dk, dv, dq_ptr, buffers, HEAD_DIM, dq_layout)
+        mbarrier.arrive(free.index(stage), count=1)
+        return dk, dv, s
     # The other consumer learns at once that this half of ds is there; dv and dk need no exchange and run meanwhile.
     # Two pairs of barriers in turn: one consumer may come to the next tile before the other has left this one.
     ds_both = ds_s.index(j % 2)

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtrain.attention.hopper.compat import as_box, box_to_global
 from flashtrain.attention.hopper.walk import (
-    LIST_BLOCK,
     LN_2,
     block_at,
     blocks_of,
@@ -56,28 +55,28 @@ def _pass_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(seq_q, heads, lists, BLOCK_M: gl.constexpr, LISTS: gl.constexpr):
+def _tile(seq_q, heads, lists, BLOCK_M: gl.constexpr, LIST_M: gl.constexpr):
     """First query, batch row, query head and key head of this program."""
     all_heads, num_heads, group, heads_together = heads
-    TILES: gl.constexpr = LIST_BLOCK // BLOCK_M if LISTS else 1
+    TILES: gl.constexpr = LIST_M // BLOCK_M if LIST_M else 1
     num_blocks = gl.cdiv(seq_q, TILES * BLOCK_M) * TILES
-    block, batch_head = tile_of(gl.program_id(0), num_blocks, all_heads, heads_together, not LISTS)
+    block, batch_head = tile_of(gl.program_id(0), num_blocks, all_heads, heads_together, LIST_M == 0)
     batch, head = batch_head // num_heads, batch_head % num_heads
-    first = heaviest_first(lists, batch, head, block // TILES, LISTS) * TILES + block % TILES
+    first = heaviest_first(lists, batch, head, block // TILES, LIST_M > 0) * TILES + block % TILES
     return first * BLOCK_M, batch, head, head // group
 
 
 @gluon.jit
 def _walk(
     first, batch, head, mask, lists, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_WARPS: gl.constexpr,
-    TABLE: gl.constexpr, LISTS: gl.constexpr,
+    TABLE: gl.constexpr, LIST_M: gl.constexpr, LIST_N: gl.constexpr,
 ):  # fmt: skip
     """begin, full_begin, full_end, end: the places that the queries from `first` visit, as in `blocks_of`. Lists have a
     place for each tile of keys of a block."""
     rows, stride_rows, seq_q, seq_k, left, right = mask
-    if LISTS:
-        TILES: gl.constexpr = LIST_BLOCK // BLOCK_N
-        begin, full_end, end = places_of(lists, batch, head, first // LIST_BLOCK)
+    if LIST_M:
+        TILES: gl.constexpr = LIST_N // BLOCK_N
+        begin, full_end, end = places_of(lists, batch, head, first // LIST_M)
         return begin * TILES, begin * TILES, full_end * TILES, end * TILES
     return blocks_of(
         rows, stride_rows, batch, first, seq_q, seq_k, left, right, BLOCK_M, BLOCK_N, NUM_WARPS, False, TABLE
@@ -85,11 +84,11 @@ def _walk(
 
 
 @gluon.jit
-def _tile_at(lists, place, BLOCK_N: gl.constexpr, LISTS: gl.constexpr):
+def _tile_at(lists, place, BLOCK_N: gl.constexpr, LIST_N: gl.constexpr):
     """The number of the tile of keys at a place of the walk."""
-    if not LISTS:
+    if LIST_N == 0:
         return place
-    TILES: gl.constexpr = LIST_BLOCK // BLOCK_N
+    TILES: gl.constexpr = LIST_N // BLOCK_N
     return block_at(lists, place // TILES) * TILES + place % TILES
 
 
@@ -97,7 +96,7 @@ def _tile_at(lists, place, BLOCK_N: gl.constexpr, LISTS: gl.constexpr):
 def _produce(
     q_desc, k_desc, v_desc, buffers, barriers, mask, lists, heads,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    TABLE: gl.constexpr, LISTS: gl.constexpr,
+    TABLE: gl.constexpr, LIST_M: gl.constexpr, LIST_N: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: the queries, then keys and values from right to left."""
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
@@ -105,19 +104,21 @@ def _produce(
     q_s, k_s, v_s = buffers
     q_full, k_full, k_free, v_full, v_free = barriers
     rows, stride_rows, seq_q, seq_k, left, right = mask
-    first, batch, head, kv_head = _tile(seq_q, heads, lists, BLOCK_M, LISTS)
-    begin, full_begin, full_end, end = _walk(first, batch, head, mask, lists, BLOCK_M, BLOCK_N, 1, TABLE, LISTS)
+    first, batch, head, kv_head = _tile(seq_q, heads, lists, BLOCK_M, LIST_M)
+    begin, full_begin, full_end, end = _walk(
+        first, batch, head, mask, lists, BLOCK_M, BLOCK_N, 1, TABLE, LIST_M, LIST_N
+    )
     # Rows that see nothing visit a block all the same.
     num_blocks, last = gl.maximum(end - begin, 1), gl.maximum(end, 1) - 1
     for c in gl.static_range(CONSUMERS):
         load_box(q_desc, [batch, head, first + c * 64, 0], q_full.index(c), q_s.index(c), 128 * HEAD_DIM)
     # The next keys go before the values: a key tile is free again a whole softmax earlier.
-    first_key = _tile_at(lists, last, BLOCK_N, LISTS) * BLOCK_N
+    first_key = _tile_at(lists, last, BLOCK_N, LIST_N) * BLOCK_N
     load_box(k_desc, [batch, kv_head, first_key, 0], k_full.index(0), k_s.index(0), BYTES)
     for j in range(num_blocks):
         next_key = first_key
         if j + 1 < num_blocks:
-            next_key = _tile_at(lists, last - j - 1, BLOCK_N, LISTS) * BLOCK_N
+            next_key = _tile_at(lists, last - j - 1, BLOCK_N, LIST_N) * BLOCK_N
             stage = (j + 1) % STAGES
             mbarrier.wait(k_free.index(stage), (((j + 1) // STAGES) & 1) ^ 1)
             load_box(k_desc, [batch, kv_head, next_key, 0], k_full.index(stage), k_s.index(stage), BYTES)
@@ -155,7 +156,7 @@ def _hide(s, lo, hi, first_key, BLOCK_N: gl.constexpr, LOWER: gl.constexpr, LAYO
 def _consume(
     C: gl.constexpr, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    LOWER: gl.constexpr, LATER: gl.constexpr, TABLE: gl.constexpr, LISTS: gl.constexpr,
+    LOWER: gl.constexpr, LATER: gl.constexpr, TABLE: gl.constexpr, LIST_M: gl.constexpr, LIST_N: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup C: queries [64 C, 64 C + 64) of the tile."""
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
@@ -168,16 +169,18 @@ def _consume(
     q_full, k_full, k_free, v_full, v_free = barriers
     rows, stride_rows, seq_q, seq_k, left, right = mask
     dtype: gl.constexpr = v_s.dtype
-    first, batch, head, kv_head = _tile(seq_q, heads, lists, BLOCK_M, LISTS)
-    begin, full_begin, full_end, end = _walk(first, batch, head, mask, lists, BLOCK_M, BLOCK_N, 4, TABLE, LISTS)
+    first, batch, head, kv_head = _tile(seq_q, heads, lists, BLOCK_M, LIST_M)
+    begin, full_begin, full_end, end = _walk(
+        first, batch, head, mask, lists, BLOCK_M, BLOCK_N, 4, TABLE, LIST_M, LIST_N
+    )
     num_blocks, last = gl.maximum(end - begin, 1), gl.maximum(end, 1) - 1
     first += C * 64
-    if LATER and not LISTS:
+    if LATER and LIST_M == 0:
         own_begin, full_begin, full_end, own_end = blocks_of(
             rows, stride_rows, batch, first, seq_q, seq_k, left, right, 64, BLOCK_N, 4, False, TABLE
         )
     lo, hi = intervals(rows, stride_rows, batch, first, seq_q, seq_k, left, right, 64, row_layout, TABLE)
-    if LISTS:
+    if LIST_M:
         hi = gl.where(begin < end, hi, 0)  # the block that an empty list visits all the same
     zeros = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, out_layout)
@@ -194,7 +197,7 @@ def _consume(
     _pass_turn(C, CONSUMERS)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(0), count=1)
-    s = _hide(s, lo, hi, _tile_at(lists, last, BLOCK_N, LISTS) * BLOCK_N, BLOCK_N, LOWER, s_layout)
+    s = _hide(s, lo, hi, _tile_at(lists, last, BLOCK_N, LIST_N) * BLOCK_N, BLOCK_N, LOWER, s_layout)
     p, m, shrink = _softmax(s, m, scale_log2)
     total = _partial_sum(p, BLOCK_N)
     p = gl.convert_layout(p.to(dtype), p_layout)
@@ -212,9 +215,9 @@ def _consume(
         mbarrier.arrive(k_free.index(stage), count=1)
         if LATER:
             place = last - j
-            partial = (place >= full_end) | (place < full_begin) if LOWER and not LISTS else place >= full_end
+            partial = (place >= full_end) | (place < full_begin) if LOWER and LIST_M == 0 else place >= full_end
             if partial:
-                s = _hide(s, lo, hi, _tile_at(lists, place, BLOCK_N, LISTS) * BLOCK_N, BLOCK_N, LOWER, s_layout)
+                s = _hide(s, lo, hi, _tile_at(lists, place, BLOCK_N, LIST_N) * BLOCK_N, BLOCK_N, LOWER, s_layout)
         weights, m, shrink = _softmax(s, m, scale_log2)
         shrink_total = gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
         total = total * shrink_total[:, None] + _partial_sum(weights, BLOCK_N)
@@ -247,14 +250,15 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, rows_ptr, lists_ptr, stride_rows, num_lists, lists_batch, lists_head,
     all_heads, num_heads, group, heads_together, seq_q, seq_k, left, right, scale_log2,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    LOWER: gl.constexpr, LATER: gl.constexpr, TABLE: gl.constexpr, LISTS: gl.constexpr,
+    LOWER: gl.constexpr, LATER: gl.constexpr, TABLE: gl.constexpr, LIST_M: gl.constexpr, LIST_N: gl.constexpr,
 ):  # fmt: skip
     """Descriptors over [batch, heads, seq, head_dim] with boxes of 64 queries and BLOCK_N keys; lse float32
     [batch, num_heads, seq_q]; rows as in a plan, or None for the window `left`, `right`. HEAD_DIM is the width of a
     tile: of a smaller head dim TMA reads zeros beyond, and writes nothing there.
 
     LOWER: a query's interval of keys may begin after key 0. LATER: other blocks of a tile than the rightmost may be
-    partial. LISTS: `lists_ptr` holds work lists, as in a plan, for blocks of LIST_BLOCK by LIST_BLOCK.
+    partial. LIST_M, LIST_N: `lists_ptr` holds work lists, as in a plan, for blocks of so many queries and keys, whole
+    tiles; 0 without lists.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], dtype)
@@ -284,27 +288,27 @@ def forward_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consume, (0, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LIST_M, LIST_N)),
             (_produce, (q_desc, k_desc, v_desc, buffers, barriers, mask, lists, heads, CONSUMERS, BLOCK_N,
-                        HEAD_DIM, STAGES, TABLE, LISTS)),
+                        HEAD_DIM, STAGES, TABLE, LIST_M, LIST_N)),
         ], [1], [24])  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (0, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LIST_M, LIST_N)),
             (_consume, (1, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LIST_M, LIST_N)),
             (_produce, (q_desc, k_desc, v_desc, buffers, barriers, mask, lists, heads, CONSUMERS, BLOCK_N,
-                        HEAD_DIM, STAGES, TABLE, LISTS)),
+                        HEAD_DIM, STAGES, TABLE, LIST_M, LIST_N)),
         ], [4, 1], [240, 24])  # fmt: skip
     if CONSUMERS == 3:
         gl.warp_specialize([
             (_consume, (0, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LIST_M, LIST_N)),
             (_consume, (1, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LIST_M, LIST_N)),
             (_consume, (2, out_desc, lse_ptr, buffers, barriers, mask, lists, heads, scale_log2, CONSUMERS,
-                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LISTS)),
+                        BLOCK_N, HEAD_DIM, STAGES, LOWER, LATER, TABLE, LIST_M, LIST_N)),
             (_produce, (q_desc, k_desc, v_desc, buffers, barriers, mask, lists, heads, CONSUMERS, BLOCK_N,
-                        HEAD_DIM, STAGES, TABLE, LISTS)),
+                        HEAD_DIM, STAGES, TABLE, LIST_M, LIST_N)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

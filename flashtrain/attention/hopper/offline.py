@@ -23,8 +23,8 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-def compile_forward(head_dim: int, dtype: torch.dtype, config: ForwardConfig, **mask: bool) -> Resources:
-    """Compile the forward kernel. mask: the constants LOWER, LATER, TABLE and LISTS."""
+def compile_forward(head_dim: int, dtype: torch.dtype, config: ForwardConfig, **mask: bool | int) -> Resources:
+    """Compile the forward kernel. mask: the constants LOWER, LATER, TABLE, LIST_M and LIST_N."""
     width = tile_width(head_dim)
     keys, queries = (1, 1, config.block_n, width), (1, 1, 64, width)
     boxes = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "out_desc": queries}
@@ -37,11 +37,11 @@ def compile_forward(head_dim: int, dtype: torch.dtype, config: ForwardConfig, **
 
 
 def compile_backward(
-    head_dim: int, dtype: torch.dtype, config: BackwardConfig, group: int = 1, ordered: bool = False, **mask: bool
+    head_dim: int, dtype: torch.dtype, config: BackwardConfig, group: int = 1, ordered: bool = False, **mask: bool | int
 ) -> Resources:
-    """Compile the backward kernel. mask: the constants AFTER, BEFORE, TABLE and LISTS."""
+    """Compile the backward kernel. mask: the constants AFTER, BEFORE, TABLE and LIST_M."""
     width = tile_width(head_dim)
-    keys, queries = (1, 1, 128, width), (1, 1, config.block_m, width)
+    keys, queries = (1, 1, config.block_n, width), (1, 1, config.block_m, width)
     boxes = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "dout_desc": queries}
     types = {name: _descriptor(dtype, box) for name, box in boxes.items()}
     types |= dict.fromkeys(("dk_ptr", "dv_ptr"), f"*{_NAMES[dtype]}")
@@ -49,10 +49,10 @@ def compile_backward(
     types |= dict.fromkeys(("turns_ptr", "columns_ptr", "lists_ptr"), "*i32")
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     constants = {
-        "GROUP": group, "BLOCK_M": config.block_m, "HEAD_DIM": width, "COLUMNS": head_dim, "STAGES": config.stages,
-        "AHEAD": config.ahead, "ORDERED": ordered, **mask,
+        "CONSUMERS": config.consumers, "GROUP": group, "BLOCK_M": config.block_m, "HEAD_DIM": width,
+        "COLUMNS": head_dim, "STAGES": config.stages, "AHEAD": config.ahead, "ORDERED": ordered, **mask,
     }  # fmt: skip
-    return _compile(backward_kernel, types, constants, None)
+    return _compile(backward_kernel, types, constants, config.max_registers)
 
 
 def _descriptor(dtype: torch.dtype, box: tuple[int, ...]) -> str:

@@ -6,14 +6,19 @@ import functools
 import math
 from typing import NamedTuple
 
-from flashtrain.attention.hopper.configs import BACKWARD, BackwardConfig, ForwardConfig, forward_config, tile_width
+from flashtrain.attention.hopper.configs import (
+    BackwardConfig,
+    ForwardConfig,
+    backward_config,
+    forward_config,
+    tile_width,
+)
 from flashtrain.attention.hopper.launch import Setup, strides_fit
 from flashtrain.attention.lists import list_strides
 from flashtrain.attention.plan import OPEN
 from flashtrain.attention.portable.launch import heads_together
 
 LOG2_E = math.log2(math.e)
-BLOCK_N = 128  # keys a program of the backward kernel
 # Statistics and the sum of dq are padded to whole tiles of queries of any size up to this.
 ROWS = 128
 REGION = 4096  # numbers in a region of the sum of dq
@@ -44,7 +49,7 @@ def forward_setup(
     batch, num_heads, seq_q, head_dim = q_shape
     num_kv_heads, seq_k = k_shape[1], k_shape[2]
     full = not table and not blocks and left == OPEN and right == OPEN
-    config = config or forward_config(head_dim, seq_k, full, table, row_blocks)
+    config = config or forward_config(head_dim, seq_k, full, table, blocks, row_blocks)
     all_heads = batch * num_heads
     # Half of the L2 cache where the portable kernels stream a quarter: 2 to 3 % at 16k.
     together = 1 if full else heads_together(k_shape, 2, all_heads, share=2)
@@ -56,7 +61,8 @@ def forward_setup(
         "LOWER": table or left < OPEN,
         "LATER": bool(blocks) or table or left < OPEN or not _one_partial(right, seq_k - seq_q, config),
         "TABLE": table,
-        "LISTS": bool(blocks),
+        "LIST_M": blocks[0] if blocks else 0,
+        "LIST_N": blocks[1] if blocks else 0,
     }
     numbers = (
         table_stride,
@@ -139,7 +145,7 @@ def backward_setups(
     batch, num_heads, seq_q, head_dim = q_shape
     num_kv_heads, seq_k = k_shape[1], k_shape[2]
     width = tile_width(head_dim)
-    config = config or BACKWARD[width]
+    config = config or backward_config(head_dim, blocks)
     all_heads, all_kv_heads = batch * num_heads, batch * num_kv_heads
     padded = -(-seq_q // ROWS) * ROWS
     rows = all_heads * padded
@@ -148,6 +154,7 @@ def backward_setups(
     # In order, programs of one head wait for each other unless those of others come between them.
     together = 1 if full and not deterministic else heads_together(q_shape, 2, all_kv_heads)
     constants = {
+        "CONSUMERS": config.consumers,
         "GROUP": num_heads // num_kv_heads,
         "AFTER": table or right < OPEN,
         "BEFORE": table or left < OPEN,
@@ -158,7 +165,7 @@ def backward_setups(
         "STAGES": config.stages,
         "AHEAD": config.ahead,
         "ORDERED": deterministic,
-        "LISTS": bool(blocks),
+        "LIST_M": blocks[0] if blocks else 0,
     }
     numbers = (
         table_stride,
@@ -176,7 +183,7 @@ def backward_setups(
         scale,
         scale * LOG2_E,
     )
-    queries, keys = (1, 1, config.block_m, width), (1, 1, BLOCK_N, width)
+    queries, keys = (1, 1, config.block_m, width), (1, 1, config.block_n, width)
     around = {"HEAD_DIM": width, "COLUMNS": head_dim}
     parts = (rows, rows, regions * REGION, rows // config.block_m)
     return BackwardSetups(
@@ -188,6 +195,12 @@ def backward_setups(
             (*strides[3][:3], *strides[4][:3], num_heads, seq_q, padded, rows),
             {**around, "ROWS": ROWS, "ORDERED": deterministic, "GIVEN": given},
         ),
-        backward=Setup(all_kv_heads * -(-seq_k // BLOCK_N), (queries, keys, keys, queries), numbers, constants),
+        backward=Setup(
+            all_kv_heads * -(-seq_k // config.block_n),
+            (queries, keys, keys, queries),
+            numbers,
+            constants,
+            config.max_registers,
+        ),
         finish=Setup(regions, (), (*strides[0][:3], num_heads, seq_q, padded, scale * sign), around),
     )

@@ -14,7 +14,6 @@ from flashtrain.attention.hopper.compat import as_box, box_to_shared
 from flashtrain.attention.portable.tiles import run_of, window_bounds
 
 LN_2 = gl.constexpr(0.6931471805599453)
-LIST_BLOCK = gl.constexpr(128)  # queries and keys a block of a layout: `backends.HOPPER_BLOCK`
 
 
 @gluon.jit
