@@ -4,12 +4,15 @@ The interpreter is chosen when a kernel is defined, so the choice comes before a
 """
 
 import os
+from pathlib import Path
 
 # numpy's and torch's threads fight each other over small tiles.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+from tests.attention.record import write_record
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -42,6 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The record of a run on a GPU, where FLASHTRAIN_GPU_RECORD names a file: by the process that has all results."""
+    target = os.environ.get("FLASHTRAIN_GPU_RECORD")
+    if target and torch.cuda.is_available() and not hasattr(terminalreporter.config, "workerinput"):
+        write_record(terminalreporter, Path(target))
 
 
 @pytest.fixture

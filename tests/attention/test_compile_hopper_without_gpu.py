@@ -45,7 +45,8 @@ ENTRIES = [
     ],
     *[("backward", head_dim, "bfloat16", False, 1, B_BLOCKS, 16) for head_dim in (64, 128)],
     *[("forward", head_dim, "bfloat16", False, 1, mask, 0) for head_dim in (64, 128) for mask in (TALL, SMALL)],
-    *[("small", head_dim, "bfloat16", False, 1, mask, 0) for head_dim in (64, 128) for mask in (B_BLOCKS, B_SMALL)],
+    *[("small", 64, "bfloat16", False, 1, mask, 0) for mask in (B_BLOCKS, B_SMALL)],
+    *[("small", 128, "bfloat16", False, 1, mask, 20) for mask in (B_BLOCKS, B_SMALL)],
     ("backward", 64, "bfloat16", False, 4, B_CAUSAL, 128),
     ("backward", 128, "float16", False, 4, B_CAUSAL, 96),
 ]
