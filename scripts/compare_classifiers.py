@@ -175,9 +175,11 @@ def cells(row: dict[str, Any]) -> list[object]:
 
 
 def draw(rows: Sequence[Sequence[Classified]], labels: Sequence[str], path: Path) -> None:
-    """Accuracy over seconds of training, and where each row ended with its seeds."""
-    drawn, axes = figure(1, 2, 12.5, 0.6 + 0.38 * max(len(rows), 9), width_ratios=(1.25, 1))
-    over, ended = axes[0]
+    """Accuracy over seconds of training, and where each row ended with its seeds, where there are several."""
+    several = len(rows) > 1 or len(rows[0]) > 1
+    height = 0.6 + 0.38 * max(len(rows), 9)
+    drawn, axes = figure(1, 2, 12.5, height, width_ratios=(1.25, 1)) if several else figure(1, 1, 7.5, height)
+    over = axes[0][0]
     for number, (runs, label) in enumerate(zip(rows, labels, strict=True)):
         colour, style = COLOURS[number % len(COLOURS)], ("-", "--", ":")[number // len(COLOURS) % 3]
         for seed, run in enumerate(runs):
@@ -185,24 +187,32 @@ def draw(rows: Sequence[Sequence[Classified]], labels: Sequence[str], path: Path
                 [seconds for seconds, _ in run.curve], [100 * value for _, value in run.curve], color=colour,
                 linestyle=style, linewidth=1.6, alpha=1.0 if seed == 0 else 0.45, label=None if seed else label,
             )  # fmt: skip
-        places = [100 * run.accuracy for run in runs if run.accuracy is not None]
-        ended.plot(places, [number] * len(places), "o", color=colour, markersize=6)
-        error = error_of_mean(runs)
-        if error is not None:
-            ended.errorbar(sum(places) / len(places), number, xerr=100 * error, color=colour, capsize=3)
     over.set_xlabel("seconds of training")
     over.set_ylabel("held-out images that are right, %")
     over.legend(fontsize=8, frameon=False)
-    ended.set_yticks(range(len(labels)), labels, fontsize=9)
-    ended.invert_yaxis()
-    ended.set_xlabel("at the end, %; a point is a seed")
-    ended.grid(axis="x", color="#dddddd", linewidth=0.8)
+    if several:
+        draw_ends(rows, labels, axes[0][1])
     about = rows[0][0].run
     count = about.config["images.val_images"]
     drawn.suptitle(f"{count:,} held-out images of {round(about.config['seq_len'] ** 0.5)} pixels, "
                    f"{about.summary.get('device')}", fontsize=12)  # fmt: skip
     drawn.tight_layout()
     save(drawn, path)
+
+
+def draw_ends(rows: Sequence[Sequence[Classified]], labels: Sequence[str], axis: Any) -> None:
+    """The last accuracy of each seed, and the mean of a row with its standard error."""
+    for number, runs in enumerate(rows):
+        colour = COLOURS[number % len(COLOURS)]
+        places = [100 * run.accuracy for run in runs if run.accuracy is not None]
+        axis.plot(places, [number] * len(places), "o", color=colour, markersize=6)
+        error = error_of_mean(runs)
+        if error is not None:
+            axis.errorbar(sum(places) / len(places), number, xerr=100 * error, color=colour, capsize=3)
+    axis.set_yticks(range(len(labels)), labels, fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xlabel("at the end, %; a point is a seed")
+    axis.grid(axis="x", color="#dddddd", linewidth=0.8)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ CHANCE = 0.6  # a run of two classes below it has learned nothing, as in a curri
 MINUTES = "from a run's first line to its last, with compiling, validation and checkpoints; all of its allocations"
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (.*)")
 _BEGINS = re.compile(r"run \S+ in ")
+_STAGE = re.compile(r".* stage \d+ of \d+ from step (\d+)")
 _ENDS = re.compile(r"(finished|stopped|failed|diverged) after \d+ steps")
 
 
@@ -23,7 +24,8 @@ _ENDS = re.compile(r"(finished|stopped|failed|diverged) after \d+ steps")
 class Classified:
     """A run on images and its figures.
 
-    accuracy: of its last validation, with its standard error. curve: (seconds of training, accuracy) of all.
+    accuracy: of its last validation, with its standard error. curve: (seconds of training, accuracy) of all validations
+    with the images of a curriculum's last stage.
     failed_attempts: seeds that its restart rule gave up before the one that it ended with.
     gpu_minutes: see `MINUTES`; None on the CPU, or without the run's log.
     """
@@ -43,7 +45,8 @@ class Classified:
         if run.config.get("task") != "classification":
             raise ValueError(f"{folder}: task={run.config.get('task')}; give runs with task=classification")
         summary, log = run.summary, folder / "train.log"
-        minutes = minutes_of(log.read_text().splitlines()) if log.is_file() else None
+        lines = log.read_text().splitlines() if log.is_file() else []
+        minutes = minutes_of(lines)
         on_gpu = not summary.get("device", "cpu").startswith("cpu")
         devices = run.config.get("trainer.devices", 1)
         accuracy = summary.get("val_accuracy")
@@ -52,7 +55,7 @@ class Classified:
             int(summary.get("seed", run.config["seed"])),
             accuracy,
             summary.get("val_accuracy_error"),
-            [(seconds, value) for _, seconds, value in run.losses("val_accuracy")] if accuracy is not None else [],
+            _curve(run, max((int(found[1]) for found in map(_STAGE.match, lines) if found), default=0)),
             int(summary.get("failed_seeds", 0)),
             minutes * devices if on_gpu and minutes is not None else None,
         )
@@ -71,6 +74,13 @@ class Classified:
             for key in sorted({*mine, *its})
             if mine.get(key) != its.get(key) and not any(key == each or key.startswith(f"{each}.") for each in free)
         }
+
+
+def _curve(run: Run, first_step: int) -> list[tuple[float, float]]:
+    """(seconds of training, accuracy) of the validations after a step."""
+    steps = [int(row["step"]) for row in run.rows if row.get("val_accuracy")]
+    found = zip(steps, run.losses("val_accuracy"), strict=True)
+    return [(seconds, value) for step, (_, seconds, value) in found if step > first_step]
 
 
 def minutes_of(lines: Iterable[str]) -> float | None:

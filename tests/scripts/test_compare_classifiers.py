@@ -112,3 +112,17 @@ def test_a_run_that_goes_on_is_refused(sweep, tmp_path, capsys):
     with pytest.raises(SystemExit):
         compared(sweep, tmp_path)
     assert "the run is 'stopped', not finished" in capsys.readouterr().err
+
+
+def test_the_curve_of_a_curriculum_is_that_of_its_last_stage(tmp_path):
+    run, plot = make(tmp_path / "staged", 0.9), tmp_path / "staged.png"
+    (run / "metrics.csv").write_text(
+        "step,tokens,train_loss,val_loss,tokens_per_second,val_accuracy\n"
+        "1,1000,0.7,,100,\n1,1000,,,,0.97\n2,2000,0.6,0.5,100,\n2,2000,,,,0.9\n"
+    )
+    log = run / "train.log"
+    stages = "".join(f"2026-01-01 10:01:00,000 stage {n} of 2 from step {n - 1}: images\n" for n in (1, 2))
+    log.write_text(stages + log.read_text())
+    row = compared(run, tmp_path, "--plot", str(plot))["rows"][0]
+    assert row["runs"][0]["curve"] == [{"seconds": 20.0, "accuracy": 0.9}]
+    assert plot.stat().st_size > 1000

@@ -85,7 +85,7 @@ def test_a_stage_that_will_not_fit_ends_the_run_before_the_first_step(staged, tm
     "changes",
     [
         ("experiment=path_x",),
-        ("experiment=path_x", "curriculum=path_x_from_32", "model.init_from=weights"),
+        ("experiment=path_x_dense", "curriculum=path_x", "model.init_from=null", "trainer.max_steps=29000"),
         ("experiment=pathfinder64",),
     ],
 )
