@@ -161,11 +161,21 @@ def memory_line(how: Recompute, config: Config) -> str:
 def _case(
     config: Config, vocab_size: int, precision: str, on_gpu: bool, backend: str, pairs: float, gpu: Gpu | None
 ) -> Case:
-    compiled = config.trainer.compile
-    case = Case(config, vocab_size, precision, compiled is True, backend, pairs, Recompute(), gpu, fused_norm=on_gpu)
-    if compiled == "auto":
-        case = replace(case, compiled=on_gpu and sum(count_parameters(case).values()) >= COMPILE_FROM)
+    wanted = config.trainer.compile
+    case = Case(config, vocab_size, precision, wanted is True, backend, pairs, Recompute(), gpu, fused_norm=on_gpu)
+    if wanted == "auto":
+        large = sum(count_parameters(case).values()) >= COMPILE_FROM
+        case = replace(case, compiled=on_gpu and (large or _records_images(config)))
     return case
+
+
+def _records_images(config: Config) -> bool:
+    """Whether a step of a small model on images will be one compiled CUDA graph: `recording.choose_launching` decides,
+    when the model is there."""
+    on_images = config.task == "classification" and config.sequences is None
+    one_piece = config.sequences_per_micro_batch == config.sequences_per_step and config.trainer.devices == 1
+    kept = config.memory.checkpointing in ("auto", "none")
+    return on_images and one_piece and kept and config.trainer.cuda_graph is not False
 
 
 def _pairs(config: Config) -> float:

@@ -24,6 +24,7 @@ from flashtrain.models.recompute import Recompute
 from flashtrain.training import recording
 from flashtrain.training.classification import ClassificationTask
 from flashtrain.training.language import LanguageTask
+from flashtrain.training.memory import plan
 from flashtrain.training.recording import choose_launching, why_not_recorded
 from flashtrain.training.run import run
 from flashtrain.training.task import Task
@@ -246,6 +247,22 @@ def test_steps_are_recorded_where_a_graph_can_hold_them(image_config, changes, r
     task.model.checkpoint_blocks = recompute
     said = why_not_recorded(task, config, CUDA)
     assert said is None if reason is None else re.search(reason, said or "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiled"),
+    [
+        (("trainer.micro_batch_tokens=8k",), True),
+        ((), False),  # two micro-batches
+        (("trainer.micro_batch_tokens=8k", "trainer.cuda_graph=false"), False),
+        (("trainer.micro_batch_tokens=8k", "memory=full"), False),
+        (("trainer.micro_batch_tokens=8k", "trainer.compile=false"), False),
+        (("trainer.compile=true",), True),
+    ],
+)
+def test_the_forecast_of_a_run_on_images_is_of_the_step_that_will_be_launched(image_config, changes, compiled):
+    config = image_config("trainer.compile=auto", "trainer.cuda_graph=auto", "plan.gpu=h200", *changes)
+    assert plan(config).case.compiled == compiled
 
 
 def test_blocks_are_compiled_once_for_all_and_validation_adds_none(image_config, monkeypatch):

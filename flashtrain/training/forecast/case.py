@@ -72,6 +72,12 @@ class Case:
         return self.devices // self.shards
 
     @property
+    def rotary(self) -> bool:
+        """Queries and keys are turned by their positions, and kept turned."""
+        classifier = self.config.classifier
+        return (self.config.model if classifier is None else classifier).positions in ("rope", "rope2d")
+
+    @property
     def weight_bytes(self) -> int:
         """Of a parameter, a gradient and a moment."""
         return 2 if self.precision == "bf16-true" else 4

@@ -78,7 +78,7 @@ def layer_bytes(case: Case) -> Layer:
     outputs = 0 if case.backend == "standard" else w * query + 4 * sizes.num_heads
     attention: float = w * hidden + w * (query + 2 * key) + outputs + r * hidden + 8
     mlp: float = w * hidden + w * up + w * sizes.mlp_size + 8
-    turned = w * (query + key) if case.config.model.positions == "rope" or case.config.model.qk_norm else 0.0
+    turned = w * (query + key) if case.rotary or case.config.model.qk_norm else 0.0
     attention += turned + (w * query if turned else 0)  # and out in another order
     if case.config.model.dropout:
         attention, mlp = attention + hidden, mlp + hidden  # masks of a byte
@@ -180,7 +180,7 @@ def step_memory(case: Case) -> Memory:
     before = gradients if case.micro_batches > 1 else 0.0
     head = r * case.vocab_size * hidden if case.config.task == "language" else 0.0
     stream = tokens * r * hidden
-    turns = 4.0 * case.sizes.head_dim * case.config.seq_len if case.config.model.positions == "rope" else 0.0
+    turns = 4.0 * case.sizes.head_dim * case.config.seq_len if case.rotary else 0.0
     ids = 24.0 * tokens + turns
     kept, work, loss = kept_bytes(case), work_bytes(case), loss_bytes(case)
     base = parameters + optimizer + copies + _LIBRARIES + ids
