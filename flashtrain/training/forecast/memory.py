@@ -172,9 +172,9 @@ def step_memory(case: Case) -> Memory:
     optimizer = number * (moments_of * counts["matrices"] + 2 * rest) / shards
     parameters = (r * total + (r * total if case.config.optimizer.ema_decay is not None else 0)) / shards
     parameters += gathered_bytes(case)
-    # Autocast's, of matrices that gradients are taken through; a compiled block that is computed again casts its own.
+    # Autocast's, of matrices that gradients are taken through; a block that is computed again casts its own.
     copies = w * counts["matrices"] if w < r else 0.0
-    if case.compiled and case.how.blocks != "none":
+    if case.how.blocks != "none":
         copies /= case.config.model.num_layers
     gradients = r * total / shards
     before = gradients if case.micro_batches > 1 else 0.0
