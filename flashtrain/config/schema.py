@@ -270,7 +270,7 @@ class TrainerConfig:
     checkpoint_format: Literal["single", "sharded"] = "single"
     context: int = 1
     context_method: Literal["ring", "ulysses"] = "ring"
-    timeout: Duration = 45.0
+    timeout: Duration = 40.0
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flashtrain.config import Config
@@ -24,6 +27,8 @@ from flashtrain.config.started import name_parent
 from flashtrain.training.distributed.processes import EXIT_CODES, each_has_a_gpu
 from flashtrain.training.progress import complain
 from flashtrain.training.run_folder import RUN_ID_VARIABLE, new_run_id
+
+_GRACE = 10.0  # seconds in which the others end when one has failed; what hangs does not, and is killed
 
 
 def launch(config: Config, command: list[str]) -> int:
@@ -60,10 +65,13 @@ def launch(config: Config, command: list[str]) -> int:
         DefaultLogsSpecs(),
     )
     _pass_signals_on(processes)
+    ended = threading.Event()
+    threading.Thread(target=_kill_what_hangs, args=(cast(SubprocessContext, processes), ended), daemon=True).start()
     result = processes.wait(0)
     while result is None:
         time.sleep(0.1)
         result = processes.wait(0)
+    ended.set()
     if not result.failures:
         return 0
     first = _first(result.failures.values())
@@ -91,6 +99,19 @@ def _pass_signals_on(processes: PContext) -> None:
 
     for number in EXIT_CODES:
         signal.signal(number, pass_on)
+
+
+def _kill_what_hangs(processes: SubprocessContext, ended: threading.Event) -> None:
+    """End what is still there some time after one has failed. PyTorch does so too, half a minute after it."""
+    handlers = processes.subprocess_handlers.values()
+    while not any(handler.proc.returncode not in (None, 0, *EXIT_CODES.values()) for handler in handlers):
+        if ended.wait(0.2):
+            return
+    if ended.wait(_GRACE):
+        return
+    for handler in handlers:
+        if handler.proc.returncode is None:
+            os.kill(handler.proc.pid, signal.SIGKILL)
 
 
 def _first(failures: Iterable[ProcessFailure]) -> ProcessFailure:
