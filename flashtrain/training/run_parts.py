@@ -70,6 +70,8 @@ def make_trainer(
 ) -> pl.Trainer:
     """Lightning's loop with everything that it would do by itself and we do better switched off."""
     warnings.filterwarnings("ignore", module="lightning.*")
+    # Attention asks once what the device can, which does not change while a model is compiled.
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`-wrapped function")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
