@@ -57,4 +57,9 @@ if __name__ == "__main__":
         sys.exit(str(error))
     sweep_id = sweep.prepare(sys.argv)
     main()
+    if exit_code == 1 and started_processes(os.environ) is not None:
+        # One of several: at exit PyTorch would wait for processes that may be gone, half an hour where one hangs.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
     sys.exit(sweep.report(sweep_id) if sweep_id else exit_code)

@@ -16,6 +16,8 @@ from measuring.classified import minutes_of
 from measuring.trained import load_run
 from safetensors.torch import load_file, save_file
 
+from flashtrain.interchange.classifier_folder import read_classifier
+
 from .conftest import train_run
 
 pytest.importorskip("numba")
@@ -266,10 +268,23 @@ def test_gpu_minutes_are_those_of_all_allocations_without_the_waiting_between():
     assert minutes_of([]) is None
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (Path(__file__).parents[2] / "weights").iterdir()))
+WEIGHTS = Path(__file__).parents[2] / "weights"
+
+
+@pytest.mark.parametrize("name", sorted(folder.name for folder in WEIGHTS.iterdir()))
+def test_published_weights_say_what_they_reach_and_took(name):
+    result = json.loads((WEIGHTS / name / "result.json").read_text())
+    stored = read_classifier(WEIGHTS / name)  # raises where the weights do not fit the configuration
+    assert stored.step == result["steps"]
+    assert result["images"] == 20_000 and result["accuracy_error"] < 0.002
+    assert result["accuracy"] > 0.95 and result["gpu_minutes"] > 0
+    assert result["protocol"] == "generator" and result["dense_target"] and result["git_commit"]
+
+
+@pytest.mark.parametrize("name", ["pathfinder32"])  # an image of path_x takes a CPU 20 seconds
 def test_published_weights_are_as_right_as_they_say(name, tmp_path):
     out = tmp_path / "judged.json"
-    folder = Path(__file__).parents[2] / "weights" / name
+    folder = WEIGHTS / name
     assert evaluate.main([str(folder), "--count", "32", "--device", "cpu", "--workers", "1", "--out", str(out)]) == 0
     published = json.loads((folder / "result.json").read_text())["accuracy"]
     noise = 4 * (published * (1 - published) / 32) ** 0.5
