@@ -7,6 +7,7 @@ on, and says which of them failed first.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -65,8 +66,9 @@ def launch(config: Config, command: list[str]) -> int:
         DefaultLogsSpecs(),
     )
     _pass_signals_on(processes)
-    ended = threading.Event()
-    threading.Thread(target=_kill_what_hangs, args=(cast(SubprocessContext, processes), ended), daemon=True).start()
+    ended, hung = threading.Event(), set[int]()
+    watched = cast(SubprocessContext, processes)
+    threading.Thread(target=_kill_what_hangs, args=(watched, ended, hung), daemon=True).start()
     result = processes.wait(0)
     while result is None:
         time.sleep(0.1)
@@ -74,7 +76,8 @@ def launch(config: Config, command: list[str]) -> int:
     ended.set()
     if not result.failures:
         return 0
-    first = _first(result.failures.values())
+    failures = list(result.failures.values())
+    first = _first([failure for failure in failures if failure.pid not in hung] or failures)
     code = {-number: code for number, code in EXIT_CODES.items()}.get(first.exitcode, first.exitcode)
     if code in EXIT_CODES.values():
         return code
@@ -101,8 +104,9 @@ def _pass_signals_on(processes: PContext) -> None:
         signal.signal(number, pass_on)
 
 
-def _kill_what_hangs(processes: SubprocessContext, ended: threading.Event) -> None:
-    """End what is still there some time after one has failed. PyTorch does so too, half a minute after it."""
+def _kill_what_hangs(processes: SubprocessContext, ended: threading.Event, hung: set[int]) -> None:
+    """End what is still there some time after one has failed, and note it in `hung`: it is not what ended the run.
+    PyTorch kills too, but half a minute after the failure."""
     handlers = processes.subprocess_handlers.values()
     while not any(handler.proc.returncode not in (None, 0, *EXIT_CODES.values()) for handler in handlers):
         if ended.wait(0.2):
@@ -111,7 +115,9 @@ def _kill_what_hangs(processes: SubprocessContext, ended: threading.Event) -> No
         return
     for handler in handlers:
         if handler.proc.returncode is None:
-            os.kill(handler.proc.pid, signal.SIGKILL)
+            hung.add(handler.proc.pid)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                handler.close(signal.SIGKILL)  # with all that it has started
 
 
 def _first(failures: Iterable[ProcessFailure]) -> ProcessFailure:

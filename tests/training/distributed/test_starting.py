@@ -176,6 +176,7 @@ def test_a_process_that_hangs_is_named_and_ended(command, tmp_path):
     wait_for(process, folder, "rank 1 of 2 died or hung", timeout=20)
     code, output = finished(process, timeout=60)
     assert code == 1 and not running(hung)
+    assert "rank 0 of 2" in output and "killed by SIGKILL" not in output  # who noticed, not whom we killed
     assert time.monotonic() - begun < 23  # so that with the usual 40 seconds in place of 3 it is all over in a minute
     assert "rank 1 of 2 died or hung" in output
     assert whole_checkpoint(folder) >= 20
