@@ -14,15 +14,16 @@ FULL = {"LOWER": False, "LATER": False, "TABLE": False, "LIST_M": 0, "LIST_N": 0
 CAUSAL = {"LOWER": False, "LATER": True, "TABLE": False, "LIST_M": 0, "LIST_N": 0}
 WINDOW = {"LOWER": True, "LATER": True, "TABLE": False, "LIST_M": 0, "LIST_N": 0}
 DOCUMENTS = {"LOWER": True, "LATER": True, "TABLE": True, "LIST_M": 0, "LIST_N": 0}
-B_FULL = {"AFTER": False, "BEFORE": False, "TABLE": False, "LIST_M": 0}
-B_CAUSAL = {"AFTER": True, "BEFORE": False, "TABLE": False, "LIST_M": 0}
-B_WINDOW = {"AFTER": True, "BEFORE": True, "TABLE": False, "LIST_M": 0}
-B_DOCUMENTS = {"AFTER": True, "BEFORE": True, "TABLE": True, "LIST_M": 0}
+B_FULL = {"AFTER": False, "BEFORE": False, "EDGE": False, "TABLE": False, "LIST_M": 0}
+B_CAUSAL = {"AFTER": True, "BEFORE": False, "EDGE": False, "TABLE": False, "LIST_M": 0}
+B_WINDOW = {"AFTER": True, "BEFORE": True, "EDGE": False, "TABLE": False, "LIST_M": 0}
+B_DOCUMENTS = {"AFTER": True, "BEFORE": True, "EDGE": False, "TABLE": True, "LIST_M": 0}
 BLOCKS, TALL, SMALL = (
     {"LOWER": False, "LATER": True, "TABLE": False, "LIST_M": queries, "LIST_N": keys}
     for queries, keys in ((128, 128), (128, 64), (64, 64))
 )
-B_BLOCKS, B_SMALL = ({"AFTER": True, "BEFORE": False, "TABLE": False, "LIST_M": queries} for queries in (128, 64))
+B_BLOCKS, B_SMALL = ({**B_CAUSAL, "LIST_M": queries} for queries in (128, 64))
+B_EDGE = {**B_FULL, "EDGE": True}
 # Pass, head dim, dtype, short sequence, query heads a key head, mask, and the spilled bytes a thread with which the
 # kernels were measured.
 ENTRIES = [
@@ -47,6 +48,7 @@ ENTRIES = [
     *[("forward", head_dim, "bfloat16", False, 1, mask, 0) for head_dim in (64, 128) for mask in (TALL, SMALL)],
     *[("small", 64, "bfloat16", False, 1, mask, 0) for mask in (B_BLOCKS, B_SMALL)],
     *[("small", 128, "bfloat16", False, 1, mask, 20) for mask in (B_BLOCKS, B_SMALL)],
+    *[("backward", head_dim, "bfloat16", False, 1, B_EDGE, 16) for head_dim in (64, 128)],
     ("backward", 64, "bfloat16", False, 4, B_CAUSAL, 128),
     ("backward", 128, "float16", False, 4, B_CAUSAL, 96),
 ]

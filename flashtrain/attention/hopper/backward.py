@@ -157,9 +157,9 @@ def _produce(
 @gluon.jit
 def _consume(
     C: gl.constexpr, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2,
-    CONSUMERS: gl.constexpr, GROUP: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, BLOCK_M: gl.constexpr,
-    HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr,
-    TABLE: gl.constexpr, LIST_M: gl.constexpr,
+    CONSUMERS: gl.constexpr, GROUP: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, EDGE: gl.constexpr,
+    BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    ORDERED: gl.constexpr, TABLE: gl.constexpr, LIST_M: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup C: keys [64 C, 64 C + 64) of the program's."""
     BLOCK_N: gl.constexpr = 64 * CONSUMERS
@@ -206,10 +206,12 @@ def _consume(
             partial = place >= full_end
         else:
             partial = (place < full_begin) | (place >= full_end) if BEFORE else place < full_begin
+        if EDGE:  # past the last key scores are 0, which may be far above all that a query sees
+            partial = partial | (first_key + 64 > seq_k)
         dk, dv, s = step(
             C, j, first_head + member, block, partial, dk, dv, s, j + 1 < steps, first_key, batch, dq, buffers,
-            barriers, mask, k, v, scale_log2, CONSUMERS, AFTER, BEFORE, BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED,
-            TABLE,
+            barriers, mask, k, v, scale_log2, CONSUMERS, AFTER, BEFORE, EDGE, BLOCK_M, HEAD_DIM, STAGES, AHEAD,
+            ORDERED, TABLE,
         )  # fmt: skip
     if ORDERED:  # the turn of the last tile is not the producer's to end
         sync_at(12, "256")
@@ -233,17 +235,18 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_ptr, turns_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, columns_ptr, lists_ptr,
     stride_columns, num_lists, lists_batch, lists_head, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     stride_statistics, all_kv_heads, num_kv_heads, heads_together, seq_q, seq_k, left, right, scale, scale_log2,
-    CONSUMERS: gl.constexpr, GROUP: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, TABLE: gl.constexpr,
-    BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    ORDERED: gl.constexpr, LIST_M: gl.constexpr,
+    CONSUMERS: gl.constexpr, GROUP: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, EDGE: gl.constexpr,
+    TABLE: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr, ORDERED: gl.constexpr, LIST_M: gl.constexpr,
 ):  # fmt: skip
     """Descriptors over [batch, heads, seq, COLUMNS] with boxes of BLOCK_M queries and 64 CONSUMERS keys; lse in base 2
     and delta float32 [batch * num_heads, padded seq_q]; dq float32, zeroed, [batch * num_heads * padded seq_q / 64,
     HEAD_DIM / 64, 4096], regions of 64 queries and 64 columns; turns int32, one a tile, zeroed.
 
-    AFTER: a key may be seen only after some query. BEFORE: only before some query. ORDERED: programs add to a tile of
-    dq in one order. LIST_M: `lists_ptr` holds work lists, as in a plan, for blocks of so many queries, whole tiles, and
-    64 CONSUMERS keys; 0 without lists; not with ORDERED. One consumer has BLOCK_M 64, and neither AHEAD nor ORDERED.
+    AFTER: a key may be seen only after some query. BEFORE: only before some query. EDGE: the last program has keys
+    past the end. ORDERED: programs add to a tile of dq in one order. LIST_M: `lists_ptr` holds work lists, as in a
+    plan, for blocks of so many queries, whole tiles, and 64 CONSUMERS keys; 0 without lists; not with ORDERED. One
+    consumer has BLOCK_M 64, and neither AHEAD nor ORDERED.
     """
     BLOCK_N: gl.constexpr = 64 * CONSUMERS
     dtype: gl.constexpr = k_desc.dtype
@@ -287,16 +290,19 @@ def backward_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consume, (0, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, CONSUMERS,
-                        GROUP, AFTER, BEFORE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
+                        GROUP, AFTER, BEFORE, EDGE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE,
+                        LIST_M)),
             (_produce, (descriptors, statistics, turns_ptr, buffers, barriers, mask, lists, heads, CONSUMERS, GROUP,
                         BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
         ], [1], [24])  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (0, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, CONSUMERS,
-                        GROUP, AFTER, BEFORE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
+                        GROUP, AFTER, BEFORE, EDGE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE,
+                        LIST_M)),
             (_consume, (1, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, CONSUMERS,
-                        GROUP, AFTER, BEFORE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
+                        GROUP, AFTER, BEFORE, EDGE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE,
+                        LIST_M)),
             (_produce, (descriptors, statistics, turns_ptr, buffers, barriers, mask, lists, heads, CONSUMERS, GROUP,
                         BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
         ], [4, 1], [240, 24])  # fmt: skip

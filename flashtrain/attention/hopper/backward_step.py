@@ -63,8 +63,8 @@ def _alone(
 def step(
     C: gl.constexpr, j, head, block, partial, dk, dv, s, more, first_key, batch, dq, buffers, barriers,
     mask, k, v, scale_log2,
-    CONSUMERS: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr, TABLE: gl.constexpr,
+    CONSUMERS: gl.constexpr, AFTER: gl.constexpr, BEFORE: gl.constexpr, EDGE: gl.constexpr, BLOCK_M: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ORDERED: gl.constexpr, TABLE: gl.constexpr,
 ):  # fmt: skip
     """Consumer C adds one tile of queries to dk and dv, and its part of dq to the sum.
 
@@ -96,17 +96,22 @@ def step(
     dp_next = warpgroup_mma(v, dout_s.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if not AHEAD:
         s = warpgroup_mma_wait(1, deps=[s_next])
-    p = gl.exp2(s * scale_log2 - lse_s.index(stage).load(query_layout)[None, :])
-    if AFTER or BEFORE:
+    # Scores are hidden, not weights: the exponentials then run on into what follows, behind no branch.
+    s = s * scale_log2 - lse_s.index(stage).load(query_layout)[None, :]
+    if AFTER or BEFORE or EDGE:
         if partial:
             query = (block * BLOCK_M + gl.arange(0, BLOCK_M, layout=query_layout))[None, :]
             lo, hi = intervals(
                 columns, stride_columns, batch, first_key, seq_k, seq_q, right, left, 64, key_layout, TABLE
             )
             if AFTER:
-                p = gl.where(query >= lo[:, None], p, 0.0)
+                s = gl.where(query >= lo[:, None], s, float("-inf"))
             if BEFORE:
-                p = gl.where(query < hi[:, None], p, 0.0)
+                s = gl.where(query < hi[:, None], s, float("-inf"))
+            if EDGE:
+                key = first_key + gl.arange(0, 64, layout=key_layout)
+                s = gl.where((key < seq_k)[:, None], s, float("-inf"))
+    p = gl.exp2(s)
     p_narrow = gl.convert_layout(p.to(dtype), p_layout)
     dp = warpgroup_mma_wait(0, deps=[dp_next])
     ds = (p * (dp - delta_s.index(stage).load(query_layout)[None, :])).to(dtype)

@@ -39,7 +39,7 @@ def compile_forward(head_dim: int, dtype: torch.dtype, config: ForwardConfig, **
 def compile_backward(
     head_dim: int, dtype: torch.dtype, config: BackwardConfig, group: int = 1, ordered: bool = False, **mask: bool | int
 ) -> Resources:
-    """Compile the backward kernel. mask: the constants AFTER, BEFORE, TABLE and LIST_M."""
+    """Compile the backward kernel. mask: the constants AFTER, BEFORE, EDGE, TABLE and LIST_M."""
     width = tile_width(head_dim)
     keys, queries = (1, 1, config.block_n, width), (1, 1, config.block_m, width)
     boxes = {"q_desc": queries, "k_desc": keys, "v_desc": keys, "dout_desc": queries}

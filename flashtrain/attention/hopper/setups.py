@@ -158,6 +158,7 @@ def backward_setups(
         "GROUP": num_heads // num_kv_heads,
         "AFTER": table or right < OPEN,
         "BEFORE": table or left < OPEN,
+        "EDGE": seq_k % config.block_n != 0,
         "TABLE": table,
         "BLOCK_M": config.block_m,
         "HEAD_DIM": width,
