@@ -16,8 +16,8 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Smaller head dims waste most of a Hopper tile, of 64 columns at least.
 HOPPER_MIN_HEAD_DIM = 40
-# The Hopper backward pass, and block layouts, end here: larger head dims take more registers than there are.
-HOPPER_BACKWARD_HEAD_DIM = 128
+# Block layouts, and a backward pass that adds in one order, end here: the kernel for wider tiles does neither.
+HOPPER_NARROW_HEAD_DIM = 128
 
 
 def supported(
@@ -52,8 +52,8 @@ def _unsupported_by_hopper(q: Tensor, blocks: tuple[int, ...], group: int) -> st
     head_dim = q.shape[-1]
     if head_dim < HOPPER_MIN_HEAD_DIM or head_dim % 8:
         return f"the Hopper kernels take head_dim {HOPPER_MIN_HEAD_DIM} and more in steps of 8, not {head_dim}"
-    if blocks and head_dim > HOPPER_BACKWARD_HEAD_DIM:
-        return f"the Hopper kernels take layouts up to head_dim {HOPPER_BACKWARD_HEAD_DIM}, not {head_dim}"
+    if blocks and head_dim > HOPPER_NARROW_HEAD_DIM:
+        return f"the Hopper kernels take layouts up to head_dim {HOPPER_NARROW_HEAD_DIM}, not {head_dim}"
     if blocks and blocks[3] > 1 and group > 1:
         return "the Hopper kernels take no layouts by head together with grouped-query heads"
     return None
@@ -61,8 +61,9 @@ def _unsupported_by_hopper(q: Tensor, blocks: tuple[int, ...], group: int) -> st
 
 def portable_backward(head_dim: int, blocks: Sequence[int], deterministic: bool) -> str | None:
     """Why the backward pass of the Hopper kernels goes to the portable ones, or None if it does not."""
-    if head_dim > HOPPER_BACKWARD_HEAD_DIM:
-        return f"the Hopper backward pass takes head_dim up to {HOPPER_BACKWARD_HEAD_DIM}, not {head_dim}"
+    if head_dim > HOPPER_NARROW_HEAD_DIM and (blocks or deterministic):
+        which = "Hopper backward pass over a block layout" if blocks else "deterministic Hopper backward pass"
+        return f"the {which} takes head_dim up to {HOPPER_NARROW_HEAD_DIM}, not {head_dim}"
     if blocks and deterministic:
         return "the Hopper backward pass over a block layout is not deterministic"
     return None

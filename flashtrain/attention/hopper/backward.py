@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,135 +22,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtrain.attention.hopper.backward_step import step
-from flashtrain.attention.hopper.compat import copy_to_shared
-from flashtrain.attention.hopper.turns import end_turn
-from flashtrain.attention.hopper.walk import (
-    block_at,
-    blocks_of,
-    heaviest_first,
-    load_box,
-    places_of,
-    sync_at,
+from flashtrain.attention.hopper.backward_parts import (
+    VARYING,
+    count_tiles,
+    keys_of,
+    produce,
+    store_gradient,
+    tile_at_step,
+    turn_of,
+    walk,
 )
-from flashtrain.attention.portable.tiles import tile_of
-
-# Arguments that change from call to call and are no reason to compile again.
-_VARYING = (
-    "columns_ptr", "lists_ptr", "turns_ptr", "stride_statistics", "stride_columns", "num_lists", "lists_batch",
-    "lists_head", "all_kv_heads", "num_kv_heads", "heads_together", "seq_q", "seq_k", "left", "right",
-)  # fmt: skip
-
-
-@gluon.jit
-def _keys(seq_k, heads, lists, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, LIST_M: gl.constexpr):
-    """First key, batch row and key head of this program."""
-    all_kv_heads, num_kv_heads, heads_together = heads
-    block, batch_head = tile_of(gl.program_id(0), gl.cdiv(seq_k, BLOCK_N), all_kv_heads, heads_together, False)
-    batch, kv_head = batch_head // num_kv_heads, batch_head % num_kv_heads
-    block = heaviest_first(lists, batch, kv_head * GROUP, block, LIST_M > 0)
-    return block * BLOCK_N, batch, kv_head
-
-
-@gluon.jit
-def _walk(
-    first_key, batch, head, mask, lists, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_WARPS: gl.constexpr,
-    TABLE: gl.constexpr, LIST_M: gl.constexpr,
-):  # fmt: skip
-    """begin, full_begin, full_end, end: the places of queries that see the BLOCK_N keys from first_key, as in
-    `blocks_of`. Lists have places for blocks of LIST_M queries."""
-    columns, stride_columns, seq_q, seq_k, left, right = mask
-    if LIST_M:
-        begin, full_end, end = places_of(lists, batch, head, first_key // BLOCK_N)
-        return begin, begin, full_end, end
-    return blocks_of(
-        columns, stride_columns, batch, first_key, seq_k, seq_q, right, left, BLOCK_N, BLOCK_M, NUM_WARPS, True,
-        TABLE,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _turn(first_key, BLOCK_N: gl.constexpr):
-    """The number of a program in the order in which they add to dq, from 1."""
-    return first_key // BLOCK_N + 1
-
-
-@gluon.jit
-def _visit(
-    j, lists, begin, num_blocks, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, ORDERED: gl.constexpr,
-    LIST_M: gl.constexpr,
-):  # fmt: skip
-    """Query head of the group, place and tile of queries of step j. Query heads of a group share their list. With
-    ORDERED the last queries come first."""
-    member, rest = 0, j
-    if GROUP > 1:
-        member, rest = j // num_blocks, j % num_blocks
-    if LIST_M:
-        TILES: gl.constexpr = LIST_M // BLOCK_M
-        place = begin + rest // TILES
-        return member, place, block_at(lists, place) * TILES + rest % TILES
-    if ORDERED:
-        rest = num_blocks - 1 - rest
-    return member, begin + rest, begin + rest
-
-
-@gluon.jit
-def _count(begin, end, BLOCK_M: gl.constexpr, LIST_M: gl.constexpr):
-    """Tiles of queries of one head."""
-    if LIST_M:
-        return (end - begin) * (LIST_M // BLOCK_M)
-    return end - begin
-
-
-@gluon.jit
-def _produce(
-    descriptors, statistics, turns_ptr, buffers, barriers, mask, lists, heads,
-    CONSUMERS: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, ORDERED: gl.constexpr, TABLE: gl.constexpr, LIST_M: gl.constexpr,
-):  # fmt: skip
-    """The producer warp: keys and values once, then queries, dout and statistics step by step.
-
-    With ORDERED it also ends the turns. That waits for memory, and this warp has the time.
-    """
-    BLOCK_N: gl.constexpr = 64 * CONSUMERS
-    EXTRA: gl.constexpr = STAGES - 1 if ORDERED else 0
-    q_desc, k_desc, v_desc, dout_desc = descriptors
-    lse_ptr, delta_ptr, stride_statistics = statistics
-    q_s, dout_s, k_s, v_s, lse_s, delta_s, ds_s = buffers
-    kv_full, q_full, dout_full, free, added = barriers
-    first_key, batch, kv_head = _keys(mask[3], heads, lists, GROUP, BLOCK_N, LIST_M)
-    begin, full_begin, full_end, end = _walk(
-        first_key, batch, kv_head * GROUP, mask, lists, BLOCK_M, BLOCK_N, 1, TABLE, LIST_M
-    )
-    load_box(k_desc, [batch, kv_head, first_key, 0], kv_full.index(0), k_s, 2 * BLOCK_N * HEAD_DIM)
-    load_box(v_desc, [batch, kv_head, first_key, 0], kv_full.index(1), v_s, 2 * BLOCK_N * HEAD_DIM)
-    row = gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
-    # Query heads of a group are neighbours.
-    first_head = kv_head * GROUP
-    row_of_head = (batch * heads[1] * GROUP + first_head).to(gl.int64) * stride_statistics
-    num_blocks = _count(begin, end, BLOCK_M, LIST_M)
-    steps = num_blocks * GROUP
-    for j in range(steps + EXTRA):
-        stage = j % STAGES
-        mbarrier.wait(free.index(stage), ((j // STAGES) & 1) ^ 1)
-        if EXTRA == 0 or j < steps:
-            member, place, block = _visit(j, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LIST_M)
-            first = block * BLOCK_M
-            statistics_at = row_of_head + member * stride_statistics + first
-            copy_to_shared(lse_s.index(stage), lse_ptr + statistics_at + row)
-            async_copy.mbarrier_arrive(q_full.index(stage), increment_count=False)
-            load_box(q_desc, [batch, first_head + member, first, 0], q_full.index(stage), q_s.index(stage),
-                     2 * BLOCK_M * HEAD_DIM)  # fmt: skip
-            copy_to_shared(delta_s.index(stage), delta_ptr + statistics_at + row)
-            async_copy.mbarrier_arrive(dout_full.index(stage), increment_count=False)
-            load_box(dout_desc, [batch, first_head + member, first, 0], dout_full.index(stage), dout_s.index(stage),
-                     2 * BLOCK_M * HEAD_DIM)  # fmt: skip
-        if ORDERED:
-            if j >= STAGES:
-                mbarrier.wait(added.index(stage), ((j // STAGES) & 1) ^ 1)
-                member, place, block = _visit(j - STAGES, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LIST_M)
-                tile = (batch * heads[1] * GROUP + first_head + member) * (stride_statistics // BLOCK_M) + block
-                end_turn(turns_ptr + tile, _turn(first_key, BLOCK_N))
+from flashtrain.attention.hopper.backward_step import step
+from flashtrain.attention.hopper.turns import end_turn
+from flashtrain.attention.hopper.walk import sync_at
 
 
 @gluon.jit
@@ -169,11 +52,11 @@ def _consume(
     kv_full, q_full, dout_full, free, added = barriers
     columns, stride_columns, seq_q, seq_k, left, right = mask
     dq_ptr, tiles, turns_ptr, dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
-    first_key, batch, kv_head = _keys(seq_k, heads, lists, GROUP, BLOCK_N, LIST_M)
-    begin, full_begin, full_end, end = _walk(
+    first_key, batch, kv_head = keys_of(seq_k, heads, lists, GROUP, BLOCK_N, LIST_M)
+    begin, full_begin, full_end, end = walk(
         first_key, batch, kv_head * GROUP, mask, lists, BLOCK_M, BLOCK_N, 4, TABLE, LIST_M
     )
-    num_blocks = _count(begin, end, BLOCK_M, LIST_M)
+    num_blocks = count_tiles(begin, end, BLOCK_M, LIST_M)
     steps = num_blocks * GROUP
     # Programs add to a tile of dq from the first keys to the last, each behind the one before it where that visits the
     # tile. They walk from the last queries to the first: with a causal mask all of a head begin at one tile then, each
@@ -181,9 +64,9 @@ def _consume(
     # multiprocessor yet.
     turn, before_begin, before_end = 0, 0, 0
     if ORDERED:
-        turn = _turn(first_key, BLOCK_N)
+        turn = turn_of(first_key, BLOCK_N)
         if first_key > 0:
-            before_begin, _full_begin, _full_end, before_end = _walk(
+            before_begin, _full_begin, _full_end, before_end = walk(
                 first_key - BLOCK_N, batch, kv_head * GROUP, mask, lists, BLOCK_M, BLOCK_N, 4, TABLE, LIST_M
             )
     dq = (dq_ptr, tiles, turns_ptr, turn, before_begin, before_end)
@@ -201,7 +84,7 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=[s_next])
     mbarrier.wait(kv_full.index(1), 0)
     for j in range(steps):
-        member, place, block = _visit(j, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LIST_M)
+        member, place, block = tile_at_step(j, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LIST_M)
         if LIST_M:
             partial = place >= full_end
         else:
@@ -216,21 +99,14 @@ def _consume(
     if ORDERED:  # the turn of the last tile is not the producer's to end
         sync_at(12, "256")
         if steps > 0 and C == 0:
-            member, place, block = _visit(steps - 1, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LIST_M)
+            member, place, block = tile_at_step(steps - 1, lists, begin, num_blocks, GROUP, BLOCK_M, ORDERED, LIST_M)
             end_turn(turns_ptr + (first_head + member) * tiles + block, turn)
-    key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, d_layout))
-    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, d_layout))[None, :]
-    dk_base = dk_ptr + batch.to(gl.int64) * dk_strides[0] + kv_head.to(gl.int64) * dk_strides[1]
-    dv_base = dv_ptr + batch.to(gl.int64) * dv_strides[0] + kv_head.to(gl.int64) * dv_strides[1]
-    inside = (key < seq_k)[:, None]
-    if COLUMNS < HEAD_DIM:
-        inside = inside & (dim < COLUMNS)
-    key = key.to(gl.int64)[:, None]
-    gl.store(dk_base + key * dk_strides[2] + dim, (dk * scale).to(k_s.dtype), mask=inside)
-    gl.store(dv_base + key * dv_strides[2] + dim, dv.to(k_s.dtype), mask=inside)
+    dk, dv = (dk * scale).to(k_s.dtype), dv.to(k_s.dtype)
+    store_gradient(dk_ptr, dk_strides, batch, kv_head, first_key, seq_k, dk, 0, COLUMNS, d_layout)
+    store_gradient(dv_ptr, dv_strides, batch, kv_head, first_key, seq_k, dv, 0, COLUMNS, d_layout)
 
 
-@gluon.jit(do_not_specialize=_VARYING)
+@gluon.jit(do_not_specialize=VARYING)
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_ptr, turns_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, columns_ptr, lists_ptr,
     stride_columns, num_lists, lists_batch, lists_head, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
@@ -292,7 +168,7 @@ def backward_kernel(
             (_consume, (0, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, CONSUMERS,
                         GROUP, AFTER, BEFORE, EDGE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE,
                         LIST_M)),
-            (_produce, (descriptors, statistics, turns_ptr, buffers, barriers, mask, lists, heads, CONSUMERS, GROUP,
+            (produce, (descriptors, statistics, turns_ptr, buffers[:6], barriers, mask, lists, heads, BLOCK_N, GROUP,
                         BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
         ], [1], [24])  # fmt: skip
     if CONSUMERS == 2:
@@ -303,6 +179,6 @@ def backward_kernel(
             (_consume, (1, descriptors, outputs, buffers, barriers, mask, lists, heads, scale, scale_log2, CONSUMERS,
                         GROUP, AFTER, BEFORE, EDGE, BLOCK_M, HEAD_DIM, COLUMNS, STAGES, AHEAD, ORDERED, TABLE,
                         LIST_M)),
-            (_produce, (descriptors, statistics, turns_ptr, buffers, barriers, mask, lists, heads, CONSUMERS, GROUP,
+            (produce, (descriptors, statistics, turns_ptr, buffers[:6], barriers, mask, lists, heads, BLOCK_N, GROUP,
                         BLOCK_M, HEAD_DIM, STAGES, AHEAD, ORDERED, TABLE, LIST_M)),
         ], [4, 1], [240, 24])  # fmt: skip

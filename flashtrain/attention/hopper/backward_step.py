@@ -16,10 +16,31 @@ from flashtrain.attention.hopper.walk import arrive_at, intervals, named_sync, s
 
 
 @gluon.jit
-def _add_dq(dq_ptr, region, dq, LAYOUT: gl.constexpr):
-    """Add a consumer's part of dq, [64, 64], to its region: sixteen bytes a thread and 512 a warp at a time."""
+def hide(
+    s, first_query, first_key, batch, mask, AFTER: gl.constexpr, BEFORE: gl.constexpr, EDGE: gl.constexpr,
+    TABLE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores of 64 keys and some queries, s^T [64, queries], -inf where a key does not see a query."""
+    columns, stride_columns, seq_q, seq_k, left, right = mask
+    key_layout: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    query = (first_query + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT)))[None, :]
+    lo, hi = intervals(columns, stride_columns, batch, first_key, seq_k, seq_q, right, left, 64, key_layout, TABLE)
+    if AFTER:
+        s = gl.where(query >= lo[:, None], s, float("-inf"))
+    if BEFORE:
+        s = gl.where(query < hi[:, None], s, float("-inf"))
+    if EDGE:
+        key = first_key + gl.arange(0, 64, layout=key_layout)
+        s = gl.where((key < seq_k)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def add_dq(dq_ptr, region, dq, LAYOUT: gl.constexpr):
+    """Add a consumer's part of dq, 64 queries, to its regions, one or several in a row: sixteen bytes a thread and 512
+    a warp at a time."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    col = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    col = gl.arange(0, dq.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
     # A thread has two neighbours in row r and two in row r + 8 of every eight columns.
     offset = col // 8 * 512 + (row // 16 * 128 + row % 8 * 16 + col % 8 // 2 * 4)
     ptrs = (dq_ptr + region.to(gl.int64) * 4096 + offset).to(gl.int64, bitcast=True)
@@ -48,14 +69,14 @@ def _alone(
     dv = warpgroup_mma_wait(2, deps=[dv_next])
     dq_part = warpgroup_mma_wait(1, deps=[dq_next])
     PARTS: gl.constexpr = HEAD_DIM // 64
-    _add_dq(dq_ptr, tile * PARTS, dq_part, DQ_LAYOUT)
+    add_dq(dq_ptr, tile * PARTS, dq_part, DQ_LAYOUT)
     dk = warpgroup_mma_wait(0, deps=[dk_next])
     if PARTS == 2:  # not beside dk: clearing its registers meanwhile would make the products wait for each other
         dq_next = warpgroup_mma(
             all_ds.permute((1, 0)), k_s.slice(64, 64, dim=1), dq_zeros, use_acc=False, is_async=True
         )
         dq_part = warpgroup_mma_wait(0, deps=[dq_next])
-        _add_dq(dq_ptr, tile * PARTS + 1, dq_part, DQ_LAYOUT)
+        add_dq(dq_ptr, tile * PARTS + 1, dq_part, DQ_LAYOUT)
     return dk, dv
 
 
@@ -76,10 +97,8 @@ def step(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     query_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
-    key_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     q_s, dout_s, k_s, v_s, lse_s, delta_s, ds_s = buffers
     kv_full, q_full, dout_full, free, added = barriers
-    columns, stride_columns, seq_q, seq_k, left, right = mask
     dq_ptr, tiles, turns_ptr, turn, before_begin, before_end = dq
     dtype: gl.constexpr = k_s.dtype
     zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
@@ -100,17 +119,7 @@ def step(
     s = s * scale_log2 - lse_s.index(stage).load(query_layout)[None, :]
     if AFTER or BEFORE or EDGE:
         if partial:
-            query = (block * BLOCK_M + gl.arange(0, BLOCK_M, layout=query_layout))[None, :]
-            lo, hi = intervals(
-                columns, stride_columns, batch, first_key, seq_k, seq_q, right, left, 64, key_layout, TABLE
-            )
-            if AFTER:
-                s = gl.where(query >= lo[:, None], s, float("-inf"))
-            if BEFORE:
-                s = gl.where(query < hi[:, None], s, float("-inf"))
-            if EDGE:
-                key = first_key + gl.arange(0, 64, layout=key_layout)
-                s = gl.where((key < seq_k)[:, None], s, float("-inf"))
+            s = hide(s, block * BLOCK_M, first_key, batch, mask, AFTER, BEFORE, EDGE, TABLE, s_layout)
     p = gl.exp2(s)
     p_narrow = gl.convert_layout(p.to(dtype), p_layout)
     dp = warpgroup_mma_wait(0, deps=[dp_next])
@@ -150,7 +159,7 @@ def step(
     if ORDERED:
         if (block >= before_begin) & (block < before_end) & (seen != turn - 1):
             await_turn(turns_ptr + tile, turn - 1)
-    _add_dq(dq_ptr, tile * 2 + C, dq_part, dq_layout)
+    add_dq(dq_ptr, tile * 2 + C, dq_part, dq_layout)
     if ORDERED:
         mbarrier.arrive(added.index(stage), count=1)
     if AHEAD:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from flashtrain.attention import portable
-from flashtrain.attention.backends import HOPPER_BACKWARD_HEAD_DIM, portable_backward
+from flashtrain.attention.backends import portable_backward
 from flashtrain.attention.hopper.around import delta_kernel, finish_kernel, prepare_kernel
 from flashtrain.attention.hopper.backward import backward_kernel
+from flashtrain.attention.hopper.backward_wide import backward_wide_kernel
 from flashtrain.attention.hopper.configs import BackwardConfig, ForwardConfig
 from flashtrain.attention.hopper.forward import forward_kernel
 from flashtrain.attention.hopper.launch import aligned, fits_tma, for_tma, launch
@@ -63,8 +64,7 @@ def _unused(device: torch.device) -> Tensor:
 
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(out * dout) - dlse, as `portable.delta` gives it."""
-    fits = out.shape[3] <= HOPPER_BACKWARD_HEAD_DIM and fits_tma(out) and fits_tma(dout)
-    if dlse is not None or out.numel() == 0 or not fits:
+    if dlse is not None or out.numel() == 0 or not (fits_tma(out) and fits_tma(dout)):
         return portable.delta(out, dout, dlse)
     result = out.new_empty(out.shape[:3], dtype=torch.float32)
     setup = delta_setup(out.shape, out.stride(), dout.stride())
@@ -167,6 +167,7 @@ def _backward(
     with on_device(q):
         launch(prepare_kernel, q, setups.prepare, (), (lse, given, out, dout, lse_2, dq_sum, turns))
         pointers = (dq_sum, turns, dk, dv, lse_2, delta_2, unused if table is None else table, lists)
-        launch(backward_kernel, q, setups.backward, (positive_q, k, v, dout), pointers)
+        kernel = backward_wide_kernel if setups.wide else backward_kernel
+        launch(kernel, q, setups.backward, (positive_q, k, v, dout), pointers)
         launch(finish_kernel, q, setups.finish, (), (dq_sum, dq))
     return dq, dk, dv

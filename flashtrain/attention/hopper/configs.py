@@ -27,17 +27,19 @@ class ForwardConfig:
 @dataclass(frozen=True)
 class BackwardConfig:
     """Queries a tile, whether the next tile's scores are computed ahead, tiles of queries in flight, consumer
-    warpgroups of 64 keys each, and registers a thread where a limit lets several programs onto a multiprocessor."""
+    warpgroups of 64 keys each or, `wide`, of half of the columns for the same 64 keys, and registers a thread where a
+    limit lets several programs onto a multiprocessor."""
 
     block_m: int
     ahead: bool
     stages: int = 2
     consumers: int = 2
+    wide: bool = False
     max_registers: int | None = None
 
     @property
     def block_n(self) -> int:
-        return 64 * self.consumers
+        return 64 if self.wide else 64 * self.consumers
 
 
 FORWARD = {64: ForwardConfig(consumers=3), 128: ForwardConfig(consumers=2), 256: ForwardConfig(consumers=2, block_n=64)}
@@ -50,7 +52,11 @@ TALL_LISTED = {64: SHORT[64], 128: ForwardConfig(consumers=2, block_n=64)}
 LONG_LISTED = {64: ForwardConfig(consumers=2), 128: FORWARD[128]}
 _LONG_ROW = 64  # blocks
 # dk and dv of 128 keys and 256 columns would be more than the registers of two consumers.
-BACKWARD = {64: BackwardConfig(block_m=128, ahead=True), 128: BackwardConfig(block_m=64, ahead=False)}
+BACKWARD = {
+    64: BackwardConfig(block_m=128, ahead=True),
+    128: BackwardConfig(block_m=64, ahead=False),
+    256: BackwardConfig(block_m=64, ahead=False, wide=True),
+}
 # Two programs a multiprocessor in place of two consumers a program: blocks of 64 keys have nothing to share.
 SMALL_BACKWARD = BackwardConfig(block_m=64, ahead=False, consumers=1, max_registers=128)
 

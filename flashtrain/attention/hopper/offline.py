@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flashtrain.attention.hopper.backward import backward_kernel
+from flashtrain.attention.hopper.backward_wide import backward_wide_kernel
 from flashtrain.attention.hopper.configs import BackwardConfig, ForwardConfig, tile_width
 from flashtrain.attention.hopper.driver import check_layout
 from flashtrain.attention.hopper.forward import forward_kernel
@@ -52,7 +53,8 @@ def compile_backward(
         "CONSUMERS": config.consumers, "GROUP": group, "BLOCK_M": config.block_m, "HEAD_DIM": width,
         "COLUMNS": head_dim, "STAGES": config.stages, "AHEAD": config.ahead, "ORDERED": ordered, **mask,
     }  # fmt: skip
-    return _compile(backward_kernel, types, constants, config.max_registers)
+    kernel = backward_wide_kernel if config.wide else backward_kernel
+    return _compile(kernel, types, constants, config.max_registers)
 
 
 def _descriptor(dtype: torch.dtype, box: tuple[int, ...]) -> str:

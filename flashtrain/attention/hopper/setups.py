@@ -99,8 +99,14 @@ def _one_partial(right: int, shift: int, config: ForwardConfig) -> bool:
 def delta_setup(shape: _Shape, out_stride: _Shape, dout_stride: _Shape) -> Setup:
     batch, num_heads, seq_q, head_dim = shape
     numbers = (*out_stride[:3], *dout_stride[:3], num_heads, seq_q)
-    constants = {"HEAD_DIM": tile_width(head_dim), "COLUMNS": head_dim, "ROWS": ROWS}
-    return Setup(batch * num_heads * -(-seq_q // ROWS), (), numbers, constants)
+    rows = _rows(head_dim)
+    constants = {"HEAD_DIM": tile_width(head_dim), "COLUMNS": head_dim, "ROWS": rows}
+    return Setup(batch * num_heads * -(-seq_q // rows), (), numbers, constants)
+
+
+def _rows(head_dim: int) -> int:
+    """Rows of out and dout that a program multiplies: no more than its registers hold, and a part of ROWS."""
+    return ROWS if tile_width(head_dim) <= 128 else ROWS // 2
 
 
 class BackwardSetups(NamedTuple):
@@ -110,10 +116,12 @@ class BackwardSetups(NamedTuple):
         parts: 32-bit numbers of lse and of delta (rows of all heads, each padded to whole tiles), of the sum of dq, and
             of turns (tiles of queries of all heads).
         room: their sum.
+        wide: whether the kernel is that for wide tiles.
     """
 
     parts: tuple[int, int, int, int]
     room: int
+    wide: bool
     prepare: Setup
     backward: Setup
     finish: Setup
@@ -190,11 +198,12 @@ def backward_setups(
     return BackwardSetups(
         parts=parts,
         room=sum(parts),
+        wide=config.wide,
         prepare=Setup(
-            rows // ROWS,
+            rows // _rows(head_dim),
             (),
             (*strides[3][:3], *strides[4][:3], num_heads, seq_q, padded, rows),
-            {**around, "ROWS": ROWS, "ORDERED": deterministic, "GIVEN": given},
+            {**around, "ROWS": _rows(head_dim), "ORDERED": deterministic, "GIVEN": given},
         ),
         backward=Setup(
             all_kv_heads * -(-seq_k // config.block_n),
