@@ -18,7 +18,6 @@ from flashtrain.attention.portable.configs import Configs
 from flashtrain.attention.portable.launch import STATISTICS_ROWS
 from measuring.attention import Shape
 
-HOPPER_KEYS = 128  # a program of the Hopper backward kernel
 L2_BYTES = 50 * 2**20  # of an H100
 
 
@@ -130,9 +129,10 @@ def hopper(shape: Shape) -> Passes:
     t, row, statistics = _tensor(shape), _heads(shape) * 4 * shape.seq_len, _statistics(shape)
     config = forward_config(shape.head_dim, shape.seq_len, not shape.causal, False, (), 0)
     keys = _keys(shape, config.block_m, config.block_n)
-    visits = queries_loaded(shape.seq_len, HOPPER_KEYS, BACKWARD[shape.head_dim].block_m, shape.causal)
+    backward = BACKWARD[shape.head_dim]
+    visits = queries_loaded(shape.seq_len, backward.block_n, backward.block_m, shape.causal)
     added = _heads(shape) * visits * 4 * shape.head_dim
-    by_keys = _queries(shape, HOPPER_KEYS, BACKWARD[shape.head_dim].block_m)
+    by_keys = _queries(shape, backward.block_n, backward.block_m)
     return {
         "forward": [Step("forward", 3 * t, t + row, asked=t + keys + t + row)],
         "backward": [

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import flashtrain.attention as package
 from flashtrain.attention import Causal, Documents, attention, choose_backend, lower
+from flashtrain.attention.backends import portable_backward
 
 
 def qkv(
@@ -75,6 +76,25 @@ def test_tensors_on_different_devices_are_named() -> None:
     q, k, v = qkv()
     with pytest.raises(ValueError, match="q is on cpu, k on meta"):
         attention(q, k.to("meta"), v)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "blocks", "deterministic", "reason"),
+    [
+        (256, (), False, None),
+        (136, (), False, None),
+        (128, (), True, None),
+        (128, (128, 128, 1, 1), False, None),
+        (64, (128, 128, 1, 1), True, "block layout is not deterministic"),
+        (136, (), True, "the deterministic Hopper backward pass takes head_dim up to 128, not 136"),
+        (136, (128, 128, 1, 1), False, "over a block layout takes head_dim up to 128, not 136"),
+    ],
+)
+def test_the_hopper_backward_goes_to_the_portable_kernels_only_where_it_has_to(
+    head_dim: int, blocks: tuple[int, ...], deterministic: bool, reason: str | None
+) -> None:
+    said = portable_backward(head_dim, blocks, deterministic)
+    assert said is None if reason is None else said is not None and reason in said
 
 
 def test_a_plan_for_other_lengths_or_rows_is_refused() -> None:

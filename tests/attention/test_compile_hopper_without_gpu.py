@@ -49,6 +49,10 @@ ENTRIES = [
     *[("small", 64, "bfloat16", False, 1, mask, 0) for mask in (B_BLOCKS, B_SMALL)],
     *[("small", 128, "bfloat16", False, 1, mask, 20) for mask in (B_BLOCKS, B_SMALL)],
     *[("backward", head_dim, "bfloat16", False, 1, B_EDGE, 16) for head_dim in (64, 128)],
+    *[("backward", 256, "bfloat16", False, 1, mask, 0) for mask in (B_FULL, B_CAUSAL, B_WINDOW)],
+    ("backward", 256, "bfloat16", False, 1, B_DOCUMENTS, 80),
+    ("backward", 136, "float16", False, 4, {**B_DOCUMENTS, "EDGE": True}, 80),
+    ("backward", 192, "bfloat16", False, 4, B_EDGE, 20),
     ("backward", 64, "bfloat16", False, 4, B_CAUSAL, 128),
     ("backward", 128, "float16", False, 4, B_CAUSAL, 96),
 ]
@@ -70,9 +74,10 @@ for name, head_dim, dtype, short, group, mask, _ in json.loads(sys.argv[1]):
 """
 # What `calls` would launch, on CPU tensors, without launching it.
 LAUNCHES = """
-import sys
+import itertools, sys
 import torch
 from flashtrain.attention import Causal, Documents, layouts, lower
+from flashtrain.attention.backends import portable_backward
 from flashtrain.attention.hopper import calls
 
 def launch(kernel, q, setup, described, pointers):
@@ -91,13 +96,16 @@ def launch(kernel, q, setup, described, pointers):
     print(kernel.fn.__name__ if hasattr(kernel, "fn") else kernel.__name__)
 
 calls.launch = launch
-q = torch.randn(2, 4, 300, 64, dtype=torch.bfloat16)
-k = torch.randn(2, 2, 300, 64, dtype=torch.bfloat16)
-for mask in (None, Causal(), Documents(((100, 200),)), layouts.butterfly(300) & Causal(), layouts.butterfly(300, 64)):
+masks = (None, Causal(), Documents(((100, 200),)), layouts.butterfly(300) & Causal(), layouts.butterfly(300, 64))
+for mask, head_dim in itertools.product(masks, (64, 192)):
+    q = torch.randn(2, 4, 300, head_dim, dtype=torch.bfloat16)
+    k = torch.randn(2, 2, 300, head_dim, dtype=torch.bfloat16)
     limits = lower(mask, 2, 300, 300, "cpu").limits
+    if limits.blocks and head_dim > 128:
+        continue  # the portable kernels', which is decided before
     for deterministic in (False, True):
-        if deterministic and limits.blocks:
-            continue  # the portable kernels'
+        if portable_backward(head_dim, limits.blocks, deterministic):
+            continue
         out, lse = calls.forward(q, k, k, limits, 0.125)
         calls.gradients(q, q, k, k, out, lse, None, limits, 0.125, deterministic)
         delta = calls.delta(out, q, None)
@@ -138,5 +146,5 @@ def test_every_launch_hands_its_kernel_what_it_takes() -> None:
     result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     assert set(result.stdout.split()) == {
-        "forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel", "delta_kernel",
+        "forward_kernel", "prepare_kernel", "backward_kernel", "backward_wide_kernel", "finish_kernel", "delta_kernel",
     }  # fmt: skip

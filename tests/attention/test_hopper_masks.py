@@ -13,7 +13,9 @@ pytestmark = ON_HOPPER
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
-@pytest.mark.parametrize(("dtype", "head_dim"), [(BF16, 64), (BF16, 128), (FP16, 64), (FP16, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(BF16, 64), (BF16, 128), (BF16, 256), (FP16, 64), (FP16, 128), (FP16, 192)], ids=str
+)
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask_is_right(device, dtype, head_dim, name, heads):
     case = make_case(device, dtype, MASKS[name], batch=2, heads=heads, seq=(703, 703), head_dim=head_dim)

@@ -41,14 +41,14 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [None, Causal()], ids=["full", "causal"])
 @pytest.mark.parametrize("seq", LENGTHS, ids=str)
 def test_every_length_is_right_and_rows_that_see_nothing_give_zero(device, seq, mask, head_dim):
     assert_accurate(make_case(device, BF16, mask, heads=(4, 1), seq=seq, head_dim=head_dim), "hopper")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seq", [(0, 5), (5, 0), (0, 0)], ids=str)
 def test_no_queries_or_no_keys_give_zero(device, seq, head_dim):
     results = hopper(make_case(device, BF16, Causal(), seq=seq, head_dim=head_dim))
@@ -56,7 +56,7 @@ def test_no_queries_or_no_keys_give_zero(device, seq, head_dim):
     assert torch.isneginf(results["lse"]).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seq", [4096, 5000, 16384])
 @pytest.mark.parametrize("causal", [True, False])
 def test_long_sequences_stay_within_twice_the_error_of_plain_pytorch(device, seq, head_dim, causal):
