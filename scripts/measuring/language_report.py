@@ -9,6 +9,8 @@ from typing import Any
 from flashtrain.config.sizes import format_size
 from measuring.report import say, table
 
+_COLUMNS = 4  # panels side by side at most
+
 
 def tell(name: str, step: int | None, result: dict[str, Any]) -> None:
     """Print a result for people."""
@@ -55,39 +57,55 @@ def draw(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> None:
     Raises:
         ValueError: none of them has anything to draw.
     """
-    from measuring.drawing import COLOURS, figure, save
+    from measuring.drawing import figure, save
 
     lines = [(label, result["position"]) for label, result in results if result.get("position")]
     grids = [(label, result["passkey"]) for label, result in results if result.get("passkey")]
     panels = bool(lines) + len(grids)
     if not panels:
         raise ValueError("--plot: the result has neither loss by position nor passkeys to draw; add them to --tasks")
-    drawn, axes = figure(1, panels, width=4.6 * panels, height=3.8, layout="constrained")
+    columns = min(panels, _COLUMNS)
+    high = -(-panels // columns)
+    drawn, axes = figure(high, columns, width=4.6 * columns, height=3.8 * high, layout="constrained")
+    places = list(axes.flat)
+    for axis in places[panels:]:
+        axis.remove()
     if lines:
-        axis = axes[0, 0]
-        for (label, rows), colour in zip(lines, COLOURS * len(lines), strict=False):
-            known = [row for row in rows if row["loss"] is not None]
-            middle = [(row["first"] + row["last"]) / 2 + 1 for row in known]
-            axis.plot(middle, [row["loss"] for row in known], color=colour, marker="o", markersize=3, label=label)
-        axis.set_xscale("log", base=2)
-        ends = sorted({row["last"] + 1 for _, rows in lines for row in rows})
-        shown_ends = ends[:: max(1, len(ends) // 6)]
-        axis.set_xticks(shown_ends, [format_size(end) for end in shown_ends])
-        axis.minorticks_off()
-        axis.set(xlabel="position in the context, tokens", ylabel="loss, nats a token")
-        axis.legend(frameon=False, fontsize=8)
-    for axis, (label, rows) in zip(axes[0, bool(lines) :], grids, strict=True):
-        matrix = passkey_matrix(rows)
-        depths = sorted({row["depth"] for row in rows})
-        columns = list(zip(*matrix.values(), strict=True))
-        shown = axis.imshow(columns, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="upper")
-        axis.grid(visible=False)
-        axis.set_xticks(range(len(matrix)), [format_size(length) for length in matrix])
-        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        axis.set(xlabel="length, tokens", ylabel="depth of the passkey", title=label)
-        if axis is axes[0, -1]:
-            drawn.colorbar(shown, ax=axis, label="share found")
+        _draw_losses(places[0], lines)
+    for axis, (label, rows) in zip(places[bool(lines) : panels], grids, strict=True):
+        shown = _draw_passkeys(axis, label, rows)
+    if grids:
+        drawn.colorbar(shown, ax=places[panels - 1], label="share found")
     save(drawn, path)
+
+
+def _draw_losses(axis: Any, lines: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> None:
+    from measuring.drawing import COLOURS
+
+    for number, (label, rows) in enumerate(lines):
+        known = [row for row in rows if row["loss"] is not None]
+        middle = [(row["first"] + row["last"]) / 2 + 1 for row in known]
+        style = {"color": COLOURS[number % len(COLOURS)], "linestyle": ("-", "--", ":")[number // len(COLOURS) % 3]}
+        axis.plot(middle, [row["loss"] for row in known], marker="o", markersize=3, label=label, **style)
+    axis.set_xscale("log", base=2)
+    ends = sorted({row["last"] + 1 for _, rows in lines for row in rows})
+    shown_ends = ends[:: max(1, len(ends) // 6)]
+    axis.set_xticks(shown_ends, [format_size(end) for end in shown_ends])
+    axis.minorticks_off()
+    axis.set(xlabel="position in the context, tokens", ylabel="loss, nats a token")
+    axis.legend(frameon=False, fontsize=8 if len(lines) <= 5 else 7)
+
+
+def _draw_passkeys(axis: Any, label: str, rows: Sequence[dict[str, Any]]) -> Any:
+    matrix = passkey_matrix(rows)
+    depths = sorted({row["depth"] for row in rows})
+    cells = list(zip(*matrix.values(), strict=True))
+    shown = axis.imshow(cells, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="upper")
+    axis.grid(visible=False)
+    axis.set_xticks(range(len(matrix)), [format_size(length) for length in matrix])
+    axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axis.set(xlabel="length, tokens", ylabel="depth of the passkey", title=label)
+    return shown
 
 
 def _extension(result: dict[str, Any]) -> str:
