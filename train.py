@@ -16,7 +16,7 @@ from flashtrain import sweep
 from flashtrain.config import ConfigError
 from flashtrain.config.command_line import check_overrides
 from flashtrain.config.composed import configured
-from flashtrain.config.started import check_started, end_with_parent, started_processes
+from flashtrain.config.started import check_started, end_with_parent, started_again, started_processes
 
 ROOT = Path(__file__).resolve().parent
 exit_code = 0
@@ -31,13 +31,14 @@ def main(composed: DictConfig) -> float | None:
     # Unresolved: what is wrong with a value is told below, with its key.
     arguments: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     try:
-        config, changes = configured(composed, arguments, started_processes(os.environ))
+        started, again = started_processes(os.environ), started_again(os.environ)
+        config, changes = configured(composed, arguments, started, again)
     except ConfigError as error:
         print(error, file=sys.stderr)
         exit_code = 1
         return None
     # torch and Lightning are imported here, once the configuration is right
-    if config.trainer.devices > 1 and started_processes(os.environ) is None and not config.plan.only:
+    if config.trainer.devices > 1 and started is None and not config.plan.only:
         from flashtrain.training.distributed.launch import launch
 
         exit_code = launch(config, [sys.executable, *sys.argv])

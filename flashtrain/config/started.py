@@ -23,6 +23,11 @@ def started_processes(environment: Mapping[str, str]) -> int | None:
     return None
 
 
+def started_again(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm has put this job back into its queue, and started it once more."""
+    return int(environment.get("SLURM_RESTART_COUNT", "0")) > 0
+
+
 def is_first_started(environment: Mapping[str, str]) -> bool:
     """Whether this process is the first of those, or alone."""
     if started_processes(environment) is None:

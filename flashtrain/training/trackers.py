@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from flashtrain.config import Config, to_dict
 from flashtrain.training.by_position import columns
 from flashtrain.training.run_folder import RunFolder, write_atomically
+
+logger = logging.getLogger("flashtrain")
+
+# wandb writes blocks of 32 KiB: more rows than one has.
+_NOT_YET_WRITTEN = 300
+_PATIENCE = 10.0  # seconds: after SIGTERM a run may have half a minute, and has yet to save
 
 COLUMNS = (
     "step",
@@ -88,15 +97,42 @@ class WandbTracker:
 
     Online where a key is configured, offline otherwise, never a prompt. The id lies in the run's folder from the first
     second, so that a run killed before its first checkpoint keeps it too.
+
+    What is logged goes to a process of wandb's own. Slurm sends SIGTERM to it too, and it ends at once, with rows that
+    it has not written; then another is started, for the same wandb run, which gets the latest rows once more.
+
+    Attributes:
+        run: wandb's; None once wandb can no longer be reached.
     """
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
+        self._config, self._folder = config, folder
+        self._latest: deque[dict[str, float | int]] = deque(maxlen=_NOT_YET_WRITTEN)
+        self.run = self._begin()
+
+    def log(self, row: Mapping[str, float | int | None]) -> None:
+        known = {name: value for name, value in row.items() if value is not None}
+        self._tell(lambda run: run.log(known))
+        self._latest.append(known)
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        self._tell(lambda run: run.log({"step": step, name: text}))
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        def end(run: Any) -> None:
+            run.summary.update(dict(summary))
+            run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
+
+        self._tell(end)
+
+    def _begin(self, **settings: Any) -> Any:
         import wandb
 
+        config, folder = self._config, self._folder
         id_file = folder.path / "wandb_id"
         if not id_file.exists():
             write_atomically(id_file, secrets.token_hex(4))
-        self.run = wandb.init(
+        run = wandb.init(
             project=config.logger.project,
             id=id_file.read_text().strip(),
             resume="allow",
@@ -106,22 +142,38 @@ class WandbTracker:
             mode=wandb_mode(config.logger.mode),
             dir=str(folder.path),
             reinit="finish_previous",
-            settings=wandb.Settings(silent=True, console="off", disable_git=True),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, **settings),
         )
-        self.run.config.update(to_dict(config), allow_val_change=True)
-        self.run.define_metric("step")
-        self.run.define_metric("tokens")
-        self.run.define_metric("*", step_metric="step")
+        run.config.update(to_dict(config), allow_val_change=True)
+        run.define_metric("step")
+        run.define_metric("tokens")
+        run.define_metric("*", step_metric="step")
+        return run
 
-    def log(self, row: Mapping[str, float | int | None]) -> None:
-        self.run.log({name: value for name, value in row.items() if value is not None})
+    def _tell(self, what: Callable[[Any], None]) -> None:
+        """Do that with the wandb run; where it fails, once more with a new process of wandb's, and then never again:
+        training goes on without, all rows are in metrics.csv."""
+        if self.run is None:
+            return
+        try:
+            what(self.run)
+        except Exception as error:
+            logger.warning("wandb's process is gone (%s: %s); starting another", type(error).__name__, error)
+            try:
+                self._begin_again()
+                what(self.run)
+            except Exception as second:
+                logger.warning("wandb cannot be reached (%s: %s); see metrics.csv", type(second).__name__, second)
+                self.run = None
 
-    def log_text(self, step: int, name: str, text: str) -> None:
-        self.run.log({"step": step, name: text})
+    def _begin_again(self) -> None:
+        import wandb
 
-    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        self.run.summary.update(dict(summary))
-        self.run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
+        with contextlib.suppress(Exception):
+            wandb.teardown()  # says once more that it is gone
+        self.run = self._begin(init_timeout=_PATIENCE)
+        for row in self._latest:
+            self.run.log(row)
 
 
 def wandb_mode(mode: Literal["auto", "online", "offline"]) -> Literal["online", "offline", "disabled"]:

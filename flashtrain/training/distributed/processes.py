@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from flashtrain.config import Config
 from flashtrain.config.started import started_processes
+from flashtrain.training.distributed.slurm import of_slurm
 
 # What ends a run, with a checkpoint, and its exit code then. Submitit lets Slurm send SIGUSR2 before a time limit or a
 # preemption; SIGTERM may follow.
@@ -213,7 +214,7 @@ def join(config: Config) -> Processes:
     if (started_processes(os.environ) or 1) == 1:
         return ALONE
     if "RANK" not in os.environ:
-        os.environ.update(_of_slurm())
+        os.environ.update(of_slurm(os.environ))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     on_gpu = each_has_a_gpu(config, int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)))
     if on_gpu:
@@ -259,17 +260,3 @@ def lost_a_process(error: BaseException) -> bool:
         return True
     said = str(error).lower()
     return isinstance(error, RuntimeError) and any(text in said for text in _SIGNS)
-
-
-def _of_slurm() -> Mapping[str, str]:
-    """What torchrun would have set, from what srun has."""
-    from lightning.fabric.plugins.environments import SLURMEnvironment
-
-    slurm = SLURMEnvironment(auto_requeue=False)
-    return {
-        "RANK": os.environ["SLURM_PROCID"],
-        "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
-        "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or slurm.main_address,
-        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(slurm.main_port),
-    }
