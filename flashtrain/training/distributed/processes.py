@@ -6,7 +6,6 @@ gloo group of its own, so that no GPU is waited for. Whoever waits too long ther
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -20,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from flashtrain.config import Config
 from flashtrain.config.started import started_processes
+from flashtrain.training.distributed.board import Board, held_by_first
 from flashtrain.training.distributed.slurm import of_slurm
 
 # What ends a run, with a checkpoint, and its exit code then. Submitit lets Slurm send SIGUSR2 before a time limit or a
@@ -65,7 +65,7 @@ class Processes:
     ) -> None:
         self.rank, self.size, self.local_rank, self.context, self.timeout = rank, size, local_rank, context, timeout
         self.patient = False
-        self._store = store
+        self._board = None if store is None else Board(store)
         self.hosts = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE)) if size > 1 else None
 
     @property
@@ -123,13 +123,14 @@ class Processes:
 
     def tell_who_is_missing(self, what: str) -> str:
         """The ranks that do not answer within seconds, once someone has noticed that something is wrong."""
-        assert self._store is not None
-        try:
-            self._store.set(f"flashtrain/here/{self.rank}", "1")
-            time.sleep(_ROLL_CALL)
-            missing = [r for r in range(self.size) if not self._store.check([f"flashtrain/here/{r}"])]
-        except dist.DistError:
+        assert self._board is not None
+        self._board.write(f"flashtrain/here/{self.rank}", "1")
+        time.sleep(_ROLL_CALL)
+        missing = [r for r in range(self.size) if not self._board.has(f"flashtrain/here/{r}")]
+        if self._board.gone and not held_by_first():
             return f"rank {self.rank}: {what}, and the machine where all processes met is gone too"
+        if self._board.gone:
+            missing = [0]
         if not missing:
             return f"rank {self.rank}: {what}"
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
@@ -145,12 +146,12 @@ class Processes:
 
     def first_tells(self, message: str) -> bool:
         """Whether the first process ends with the same message, so that this one need not repeat it."""
-        if self._store is None:
+        if self._board is None:
             return False
         if self.is_first:
-            self._leave_word("flashtrain/told", message)
+            self._board.write("flashtrain/told", message)
             return False
-        return self._awaited("flashtrain/told", _ROLL_CALL) and self._store.get("flashtrain/told").decode() == message
+        return self._board.awaited("flashtrain/told", _ROLL_CALL) == message
 
     def leave(self, together: bool) -> None:
         """The end: of all at the same time, or of those whose run failed.
@@ -158,31 +159,17 @@ class Processes:
         Whoever watches the processes ends the others with the first one that fails; so the first process, which may
         fail with all others, gets the time to write down what happened.
         """
-        if self._store is None:
+        if self._board is None:
             return
         if together:
             self.meet()
             dist.destroy_process_group()
         elif self.is_first:
-            self._leave_word("flashtrain/written", "1")
+            self._board.write("flashtrain/written", "1")
+            if held_by_first():
+                time.sleep(2 * _ROLL_CALL)  # the others cannot ask who is missing once this process is gone
         else:
-            self._awaited("flashtrain/written", _LAST_WORDS)
-
-    def _leave_word(self, key: str, word: str) -> None:
-        assert self._store is not None
-        with contextlib.suppress(dist.DistError):  # the machine that holds the store may be what was lost
-            self._store.set(key, word)
-
-    def _awaited(self, key: str, seconds: float) -> bool:
-        """Whether another process leaves word under `key` in that time."""
-        assert self._store is not None
-        end = time.monotonic() + seconds
-        with contextlib.suppress(dist.DistError):
-            while time.monotonic() < end:
-                if self._store.check([key]):
-                    return True
-                time.sleep(0.1)
-        return False
+            self._board.awaited("flashtrain/written", _LAST_WORDS)
 
     def _reduce(self, numbers: list[float], operation: Any, patient: bool) -> list[float]:
         if self.size == 1:

@@ -13,7 +13,7 @@ from flashtrain.training.distributed.slurm import of_slurm
 
 from ..conftest import figures, summary
 from ..wandb_file import read_offline_run
-from .test_starting import descendants_of, finished, wait_for
+from .test_starting import LONG, descendants_of, finished, wait_for, whole_checkpoint
 
 
 def srun(rank: int, **changes: str) -> dict[str, str]:
@@ -94,3 +94,17 @@ def test_a_job_that_slurm_stops_and_starts_again_is_one_run_like_one_that_was_no
     assert figures(folder) == figures(tmp_path / "runs" / "whole")
     tracked = read_offline_run(folder, all_parts=True)  # which is one run: SIGTERM has lost no row of it
     assert {row["step"] for row in tracked.history if "step" in row} == set(range(5, 201, 5))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_first_process_that_dies_or_hangs_is_named_though_all_others_met_at_it(command, tmp_path, number):
+    job, folder = (*LONG, "trainer.timeout=3s", "run_id=first"), tmp_path / "runs" / "first"
+    processes = [command(*job, **srun(rank)) for rank in (0, 1)]
+    wait_for(processes[0], folder, "step 25/")
+    os.kill(processes[0].pid, number)
+    code, output = finished(processes[1], timeout=40)
+    processes[0].kill()
+    processes[0].communicate()
+    assert code == 1
+    assert "rank 0 of 2 died or hung" in output
+    assert whole_checkpoint(folder) >= 20
