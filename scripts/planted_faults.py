@@ -51,6 +51,7 @@ def _first_red(fault: Fault, test: str, copy: Path) -> str:
     """The first test that turns red in the copy, of a test function's parameters; "" if none does."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", f"{TESTS}/{test}"]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    environment.pop("FLASHTRAIN_GPU_RECORD", None)  # of the tests as they are
     result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     if result.returncode < 0:
         return f"the process died of signal {-result.returncode}"

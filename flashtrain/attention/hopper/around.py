@@ -14,14 +14,14 @@ import triton.language as tl
 @triton.jit
 def _rows_at(
     ptr, batch_head, num_heads, row, seq_q, first, stride_batch, stride_head, stride_row,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to rows of one head and to columns [first, first + WIDTH), and which of them there are."""
+    """Pointers to rows of one head and to columns [first, first + WIDTH) of a tile, and which of them there are."""
     base = ptr + batch_head // num_heads * stride_batch + batch_head % num_heads * stride_head
     column = first + tl.arange(0, WIDTH)
     ptrs = base + row.to(tl.int64)[:, None] * stride_row + column[None, :]
     inside = (row < seq_q)[:, None]
-    if COLUMNS % WIDTH:
+    if COLUMNS < HEAD_DIM:  # with 192 columns a whole part of 64 lies past them
         inside = inside & (column < COLUMNS)[None, :]
     return tl.multiple_of(ptrs, (1, 16)), inside
 
@@ -33,10 +33,10 @@ def _delta_of(
 ):  # fmt: skip
     """rowsum(out * dout) of some rows of one head; zero past the end."""
     out_ptrs, inside = _rows_at(
-        out_ptr, head, num_heads, row, seq_q, 0, out_batch, out_head, out_row, HEAD_DIM, COLUMNS
+        out_ptr, head, num_heads, row, seq_q, 0, out_batch, out_head, out_row, HEAD_DIM, HEAD_DIM, COLUMNS
     )
     dout_ptrs, inside = _rows_at(
-        dout_ptr, head, num_heads, row, seq_q, 0, dout_batch, dout_head, dout_row, HEAD_DIM, COLUMNS
+        dout_ptr, head, num_heads, row, seq_q, 0, dout_batch, dout_head, dout_row, HEAD_DIM, HEAD_DIM, COLUMNS
     )
     out, dout = tl.load(out_ptrs, inside, other=0.0), tl.load(dout_ptrs, inside, other=0.0)
     return tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
@@ -108,5 +108,7 @@ def finish_kernel(
     total = held.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
     row = region // PARTS * 64 + tl.arange(0, 64)
     first = region % PARTS * 64
-    ptrs, inside = _rows_at(dq_ptr, head, num_heads, row, seq_q, first, dq_batch, dq_head, dq_row, 64, COLUMNS)
+    ptrs, inside = _rows_at(
+        dq_ptr, head, num_heads, row, seq_q, first, dq_batch, dq_head, dq_row, 64, HEAD_DIM, COLUMNS
+    )  # fmt: skip
     tl.store(ptrs, (total * scale).to(dq_ptr.dtype.element_ty), mask=inside)
