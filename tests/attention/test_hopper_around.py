@@ -1,5 +1,5 @@
-"""What runs before and after the Hopper backward kernel is plain Triton: it is right for every head dim, without a Hopper
-GPU too."""
+"""What runs before and after the Hopper backward kernel is plain Triton: right for every head dim, without a Hopper GPU
+too."""
 
 from __future__ import annotations
 
