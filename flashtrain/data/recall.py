@@ -7,6 +7,7 @@ al. (2022): random tokens, then the same again. Each sequence is a function of i
 
 from __future__ import annotations
 
+import math
 import random
 from typing import NamedTuple
 
@@ -96,19 +97,24 @@ def associative_recall(vocab_size: int, length: int, seed: int) -> Example:
     return Example(tokens, targets)
 
 
-def induction(vocab_size: int, length: int, seed: int) -> Example:
-    """Random tokens, and the same again: all but the first of the second half follow from the first half.
+def induction(vocab_size: int, length: int, seed: int, once: int | None = None) -> Example:
+    """Random tokens, and the same again until the end: all that comes again, but its first token, follows from before.
+
+    Args:
+        once: tokens until it comes again; half of the length, rounded up, where nothing is said.
 
     Raises:
-        ValueError: a length below 4.
+        ValueError: a length below 4, or `once` outside 1 to length - 1.
     """
     if length < 4:
         raise ValueError(f"length={length}: something and the same again take at least 4 tokens")
+    once = -(-(length + 1) // 2) if once is None else once
+    if not 1 <= once < length:
+        raise ValueError(f"once={once}: must lie between 1 and {length - 1}, so that something comes again")
     draw = np.random.default_rng((5, seed))
-    once = draw.integers(0, vocab_size, -(-(length + 1) // 2))
-    text = np.concatenate((once, once))[: length + 1].astype(np.int64)
+    text = np.resize(draw.integers(0, vocab_size, once), length + 1).astype(np.int64)
     targets = text[1:].copy()
-    targets[: len(once)] = IGNORE
+    targets[:once] = IGNORE
     return Example(text[:-1], targets)
 
 
@@ -119,7 +125,10 @@ def any_task(tokenizer: Tokenizer, length: int, seed: int) -> Example:
     if kind == "passkey" and length >= shortest_passkey(tokenizer):
         return passkey(tokenizer, length, draw.random(), seed)
     if kind == "induction":
-        return induction(tokenizer.vocab_size, length, seed)
+        # At any distance, short ones as often as long ones: always at the same one, a model learns where to look and
+        # not what to look for.
+        once = round(2 ** draw.uniform(2, math.log2(max(4, length // 2 + 1))))
+        return induction(tokenizer.vocab_size, length, seed, min(once, length - 1))
     return associative_recall(tokenizer.vocab_size, length, seed)
 
 

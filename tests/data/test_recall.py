@@ -66,22 +66,35 @@ def test_each_key_has_one_value_which_is_asked_for_when_it_comes_again(vocab, le
         assert tokens[first[0] + 1] == targets[place] == tokens[min(place + 1, length - 1)] or place + 1 == length
 
 
-@pytest.mark.parametrize("length", [9, 10, 300])
-def test_induction_asks_for_what_followed_the_same_tokens_before(length):
-    tokens, targets = induction(1000, length, seed=2)
-    period = -(-(length + 1) // 2)
+@pytest.mark.parametrize(("length", "once"), [(9, None), (10, None), (300, None), (300, 1), (300, 70), (300, 299)])
+def test_induction_asks_for_what_followed_the_same_tokens_before(length, once):
+    tokens, targets = induction(1000, length, 2, once)
+    period = once or -(-(length + 1) // 2)
     places = np.flatnonzero(targets != IGNORE)
     assert (places == np.arange(period, length)).all()
     assert (tokens[places] == tokens[places - period]).all()
     assert (targets[places] == tokens[places - period + 1]).all()
 
 
+@pytest.mark.parametrize("once", [0, 300])
+def test_something_must_come_again(once):
+    with pytest.raises(ValueError, match=f"once={once}: must lie between 1 and 299"):
+        induction(1000, 300, 2, once)
+
+
 def test_mixed_tasks_are_of_the_length_asked_for_and_each_comes():
     tokenizer = load_tokenizer("bytes")
     numbers = set()
-    for seed in range(30):
+    for seed in range(60):
         tokens, targets = any_task(tokenizer, 256, seed)
         assert len(tokens) == len(targets) == 256
         numbers.add(int((targets != IGNORE).sum()))
-    assert numbers == {6, 64, 127}
-    assert len(any_task(tokenizer, 40, 1).tokens) == 40
+    assert {6, 64} < numbers
+    # What comes again does so at many distances, short and long, up to half of the length.
+    distances = {256 - number for number in numbers - {6, 64}}
+    assert len(distances) >= 8
+    assert 4 <= min(distances) < 20
+    assert 64 < max(distances) <= 129
+    assert all(
+        len(any_task(tokenizer, length, seed).tokens) == length for length in (4, 5, 8, 40) for seed in range(30)
+    )
