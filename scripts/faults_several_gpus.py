@@ -259,4 +259,21 @@ FAULTS = [
         "enumerate(batches)",
         (f"{SHARES}::test_the_shares_of_a_step_are_the_step_of_one_process",),
     ),
+    # Slurm.
+    Fault(
+        "slurm: processes meet at the job's first machine",
+        "training/distributed/slurm.py",
+        '_first_node(environment["SLURM_STEP_NODELIST"])',
+        '_first_node(environment["SLURM_NODELIST"])',
+        ("training/distributed/test_slurm.py::test_where_processes_meet_is_the_first_machine_of_their_srun",),
+    ),
+    Fault(
+        "slurm: a job that is started again is a new run",
+        "config/composed.py",
+        "if again and _has_begun(raw):",
+        "if False:",
+        (
+            "training/distributed/test_slurm.py::test_a_job_that_slurm_stops_and_starts_again_is_one_run_like_one_that_was_not_stopped",
+        ),
+    ),
 ]
