@@ -1,7 +1,9 @@
 """How passes of attention are timed."""
 
+import time
+
 import torch
-from measuring.timing import BURST, SHORT_MS, Stopwatch, time_round
+from measuring.timing import BURST, HELD_MS, SHORT_MS, Stopwatch, host_microseconds, time_round
 
 
 class Watch(Stopwatch):
@@ -39,3 +41,20 @@ def test_long_calls_are_not_held() -> None:
     watch = Watch()
     time_round(Nothing(), watch, 0.1, SHORT_MS)
     assert set(watch.seen) == {"mark"}
+
+
+def test_the_host_is_timed_while_the_device_is_held_and_not_at_its_first_call() -> None:
+    class Slow(Nothing):
+        calls = 0
+
+        def forward(self) -> None:
+            self.calls += 1
+            if self.calls % (BURST + 1) == 1:  # the first of each row
+                time.sleep(0.05)
+
+    watch, case = Watch(), Slow()
+    found = host_microseconds(case, watch, call_ms=5.0)
+    assert watch.seen == [f"hold {HELD_MS:g}"] * 2
+    assert case.calls == 2 * (BURST + 1)
+    assert found["forward"] < 10_000
+    assert host_microseconds(Slow(), Watch(), call_ms=1000.0)["forward"] < 10_000  # three calls, and one before
