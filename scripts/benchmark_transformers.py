@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from measuring.environment import choose_device
-from measuring.report import Report, Unavailable, parse_arguments, reason, say, table
+from measuring.report import Report, parse_arguments, reason, say, table
 from measuring.timing import spread
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -107,7 +107,7 @@ def measure(name: str, tokens: Tensor, arguments: argparse.Namespace, device: to
     try:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if held else contextlib.nullcontext():
             losses, times = train(build(name, arguments, device), tokens, arguments.lr)
-    except (RuntimeError, ValueError, Unavailable) as error:
+    except (RuntimeError, ValueError) as error:
         return row | {"failed": reason(error)}
     ms = spread([1000 * each for each in times[WARM:]])
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None

@@ -158,7 +158,7 @@ class WandbTracker:
         try:
             what(self.run)
         except Exception as error:
-            logger.warning("wandb's process is gone (%s: %s); starting another", type(error).__name__, error)
+            logger.warning("wandb did not take it (%s: %s); starting its process anew", type(error).__name__, error)
             try:
                 self._begin_again()
                 what(self.run)
