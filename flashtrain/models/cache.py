@@ -8,13 +8,16 @@ class LayerCache:
 
     Args:
         capacity: tokens that there is room for.
+
+    Attributes:
+        length: tokens in it.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.length = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-        self._length = 0
 
     def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values, with the new ones behind the earlier: views, [batch, num_kv_heads, length, head_dim].
@@ -24,17 +27,45 @@ class LayerCache:
         """
         if self._keys is None or self._values is None:
             shape = (*k.shape[:2], self.capacity, k.shape[3])
-            self._keys, self._values = k.new_empty(shape), v.new_empty(shape)
-        first, self._length = self._length, self._length + k.shape[2]
-        self._keys[:, :, first : self._length] = k
-        self._values[:, :, first : self._length] = v
-        return self._keys[:, :, : self._length], self._values[:, :, : self._length]
+            # Where all of it is attended to, what is hidden still counts, times 0: a NaN there would be one everywhere.
+            self._keys, self._values = k.new_empty(shape), v.new_zeros(shape)
+        first, self.length = self.length, self.length + k.shape[2]
+        self._keys[:, :, first : self.length] = k
+        self._values[:, :, first : self.length] = v
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """All keys and values, [batch, num_kv_heads, capacity, head_dim], those behind `length` unwritten."""
+        assert self._keys is not None and self._values is not None, "taken with the first tokens"
+        return self._keys, self._values
 
     @property
     def num_bytes(self) -> int:
         """What it takes, for its whole capacity."""
         held = [tensor for tensor in (self._keys, self._values) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+class FixedLayer:
+    """A layer's cache where nothing depends on the length but numbers on the device, so that a CUDA graph can hold it.
+
+    Args:
+        layer: with tokens in it.
+        position: int64 [1], where the next token goes.
+    """
+
+    def __init__(self, layer: LayerCache, position: Tensor) -> None:
+        self.layer, self.position = layer, position
+
+    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's whole memory, with the keys and values of one token at `position`.
+
+        Args:
+            k, v: [batch, num_kv_heads, 1, head_dim].
+        """
+        keys, values = self.layer.memory
+        return keys.index_copy_(2, self.position, k), values.index_copy_(2, self.position, v)
 
 
 class Cache:
@@ -60,6 +91,12 @@ class Cache:
                 f"a cache of {self.capacity} tokens holds {self.length}, and {new} more do not fit: make it with "
                 f"capacity={self.length + new} or more"
             )
+
+    def advance(self) -> None:
+        """Count a token that `FixedLayer` wrote."""
+        self.length += 1
+        for layer in self.layers:
+            layer.length = self.length
 
     @property
     def num_bytes(self) -> int:

@@ -3,6 +3,7 @@
 Nucleus sampling (top_p) is Holtzman et al. 2020.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,16 @@ import torch
 from torch import Tensor
 
 from flashtrain.models.cache import Cache
+from flashtrain.models.decoding import piece_of
+from flashtrain.models.dimensions import Dimensions
 from flashtrain.models.gpt import GPT
+from flashtrain.models.graphed import FEWEST, OneToken, why_not
+from flashtrain.models.recompute import plan_of_each
 
 # (queries, keys) -> the attention plan of one sequence, causal, the queries being the last tokens.
 PlanFor = Callable[[int, int], Any]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,11 @@ def stream(
     block: int = 1,
     prefill_tokens: int | None = None,
     stop: int | None = None,
+    graphed: bool = False,
 ) -> Iterator[int]:
     """Continue a prompt; the same generator state gives the same tokens, with and without a cache.
 
-    Every step has another length, so that nothing compiled is used. Dropout is off meanwhile.
+    Nothing compiled is used, since steps have their own lengths. Dropout is off meanwhile.
     The model's context is its last model.seq_len tokens. Once there are more, the context moves on by a token each
     time, every token in it has another position, and all of it is read again, as without a cache.
 
@@ -83,29 +91,38 @@ def stream(
             one plan serves many steps.
         prefill_tokens: tokens of the prompt that are read at once, rounded up to whole blocks; None for all.
         stop: end after this token.
+        graphed: read the new tokens by steps of fixed shapes, each of which is one CUDA graph on a GPU; needs the cache
+            and weights that stay where they are. Where that cannot be (`graphed.why_not`), or pays for too few tokens,
+            the log says so.
 
     Yields:
         The new token ids.
 
     Raises:
-        ValueError: empty prompt, or no tokens to read at once.
+        ValueError: empty prompt, no tokens to read at once, graphed without a cache, or a step that no graph can hold.
     """
     ids = [int(token) for token in prompt_ids]
     if not ids:
         raise ValueError("prompt_ids is empty: give at least one token, such as the end-of-text token")
     if prefill_tokens is not None and prefill_tokens < 1:
         raise ValueError(f"prefill_tokens={prefill_tokens}: must be at least 1, or None for the whole prompt")
+    if graphed and not cached:
+        raise ValueError("graphed=True with cached=False: a graph reads a token behind a cache; take one of them out")
     sampling = sampling or Sampling()
     reader: _Reader = _Again(model, plan_for, block)
     if cached:
-        reader = _Cached(model, plan_for, block, len(ids) + max_new_tokens, prefill_tokens, reader)
+        capacity = min(len(ids) + max_new_tokens, model.seq_len)
+        if graphed and capacity - len(ids) < FEWEST:
+            graphed = False
+            _log.info("no CUDA graph for fewer than %d tokens", FEWEST)
+        reader = _Cached(model, plan_for, block, capacity, prefill_tokens, reader, graphed)
     was_training = model.training
     model.eval()
     try:
         for _ in range(max_new_tokens):
             # Compiled blocks would be compiled again for each length, until there are too many.
             with torch.compiler.set_stance("force_eager"):
-                logits = model.logits(reader(ids)).float()
+                logits = reader(ids)
             ids.append(sample(logits, sampling, generator))
             yield ids[-1]
             if ids[-1] == stop:
@@ -126,7 +143,7 @@ def sample(logits: Tensor, how: Sampling, generator: torch.Generator) -> int:
     return int(tokens[torch.multinomial(probs.to(generator.device), 1, generator=generator)[0]])
 
 
-_Reader = Callable[[Sequence[int]], Tensor]  # all ids so far -> the hidden state of the last one, [hidden_size]
+_Reader = Callable[[Sequence[int]], Tensor]  # all ids so far -> logits after the last one, float32 [vocab]
 
 
 class _Again:
@@ -139,29 +156,59 @@ class _Again:
         context = ids[-self.model.seq_len :]
         length = min(-(-len(context) // self.block) * self.block, self.model.seq_len)
         filled = _tensor([*context, *[0] * (length - len(context))], self.model)
-        return self.model(filled, self.plan_for(length, length))[0, len(context) - 1]
+        hidden = self.model(filled, self.plan_for(length, length))[0, len(context) - 1]
+        return self.model.logits(hidden).float()
 
 
 class _Cached:
-    """Reads only what is not in the cache yet, as long as all tokens fit the context."""
+    """Reads only what is not in the cache yet, as long as all tokens fit the context.
+
+    Args:
+        capacity: tokens that the cache has to hold.
+        again: reads what does not fit.
+        graphed: read single tokens by `OneToken`.
+    """
 
     def __init__(
-        self, model: GPT, plan_for: PlanFor, block: int, length: int, prefill_tokens: int | None, again: _Reader
+        self,
+        model: GPT,
+        plan_for: PlanFor,
+        block: int,
+        capacity: int,
+        prefill_tokens: int | None,
+        again: _Reader,
+        graphed: bool,
     ) -> None:
-        self.model, self.plan_for, self.again = model, plan_for, again
-        self.cache = Cache(len(model.blocks), min(length, model.seq_len))
-        self.piece = -(-(prefill_tokens or length) // block) * block
+        self.model, self.plan_for, self.again, self.graphed = model, plan_for, again, graphed
+        self.piece = piece_of(capacity, Dimensions.of(model.config).num_kv_heads) if graphed else 1
+        self.cache = Cache(len(model.blocks), -(-capacity // self.piece) * self.piece)
+        self.at_once = -(-(prefill_tokens or capacity) // block) * block
+        self._step: OneToken | None = None
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
         if len(ids) > self.model.seq_len:
             return self.again(ids)
+        step = self._one_token(len(ids)) if self.graphed and 0 < self.cache.length == len(ids) - 1 else None
+        if step is not None:
+            return step(ids[-1])
         hidden = None
         while self.cache.length < len(ids):
             first = self.cache.length
-            new = ids[first : first + self.piece]
+            new = ids[first : first + self.at_once]
             hidden = self.model.read(_tensor(new, self.model), self.cache, self.plan_for(len(new), first + len(new)))
         assert hidden is not None, "called once for each new token"
-        return hidden[0, -1]
+        return self.model.logits(hidden[0, -1]).float()
+
+    def _one_token(self, length: int) -> OneToken | None:
+        """What reads token number `length` and those after it; None, and a line in the log, where that cannot be."""
+        if self._step is None:
+            plans = plan_of_each(self.model.blocks, self.plan_for(1, length))
+            if (reason := why_not(self.model, plans)) is not None:
+                self.graphed = False
+                _log.warning("tokens are read without a CUDA graph, which is slower: %s", reason)
+                return None
+            self._step = OneToken(self.model, self.cache, self.piece, plans)
+        return self._step
 
 
 def _tensor(ids: Sequence[int], model: GPT) -> Tensor:

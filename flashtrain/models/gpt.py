@@ -6,7 +6,7 @@ et al. 2023).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashtrain.config.schema import ModelConfig
-from flashtrain.models.cache import Cache, LayerCache
+from flashtrain.models.cache import Cache, FixedLayer, LayerCache
 from flashtrain.models.dimensions import Dimensions
 from flashtrain.models.longer import rotary_amplitude, scaled_frequencies, ways_to_extend
 from flashtrain.models.positions import Rotation, rotate, rotation
@@ -23,6 +23,9 @@ from flashtrain.models.recompute import Recompute, in_chunks, plan_of_each, run_
 # (q [batch, num_heads, seq, head_dim], k and v [batch, num_kv_heads, seq, head_dim], plan) -> [batch, num_heads, seq,
 # head_dim], all of one dtype. What may attend to what is the plan's affair; the model only hands it on.
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+
+# One layer's keys and values, which take in new ones.
+Layer = LayerCache | FixedLayer
 
 # How far the spread of the logits may lift the first loss, in units of ln(vocab)^2 nats (see `embedding_std`).
 INITIAL_LIFT = 0.0014
@@ -49,7 +52,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(sizes.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.output = nn.Linear(sizes.num_heads * sizes.head_dim, config.hidden_size, bias=config.bias)
 
-    def forward(self, x: Tensor, plan: Any, turn: Rotation | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, plan: Any, turn: Rotation | None, cache: Layer | None = None) -> Tensor:
         """x and the result are [batch, seq, hidden_size]; a cache takes in the new keys and values."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split(self.heads, dim=1)
@@ -104,7 +107,7 @@ class Block(nn.Module):
         plan: Any,
         turn: Rotation | None,
         mlp_chunk_tokens: int = 0,
-        cache: LayerCache | None = None,
+        cache: Layer | None = None,
     ) -> Tensor:
         """x and the result are [batch, seq, hidden_size]; the MLP takes `mlp_chunk_tokens` at once, 0 for all."""
         x = x + self.dropout(self.attention(self.attention_norm(x), plan, turn, cache))
@@ -214,11 +217,45 @@ class GPT(nn.Module):
         first, new = cache.length, tokens.shape[1]
         cache.make_room(new)
         x, turn = self._embed(tokens, torch.arange(first, first + new, device=tokens.device), first + new)
-        plans = plan_of_each(self.blocks, plan)
-        for block, layer_plan, layer in zip(self.blocks, plans, cache.layers, strict=True):
-            x = block(x, layer_plan, turn, cache=layer)
+        x = self._read(x, turn, cache.layers, plan)
         cache.length += new
+        return x
+
+    @torch.no_grad()
+    def read_at(
+        self, token: Tensor, position: Tensor, layers: Sequence[FixedLayer], plan: Any, frequencies: Tensor | None
+    ) -> Tensor:
+        """`read` of one token whose position only the device knows, by the same kernels at every position.
+
+        Args:
+            token: int64 [1, 1].
+            position: int64 [1], below seq_len where positions are learned, which is not checked.
+            layers: of a cache, each at `position`.
+            plan: as in `forward`, for one query and the layers' whole memory.
+            frequencies: `frequencies` of this model.
+
+        Returns:
+            [1, 1, hidden_size].
+        """
+        x, turn = self._embed(token, position, frequencies=frequencies)
+        return self._read(x, turn, layers, plan)
+
+    def _read(self, x: Tensor, turn: Rotation | None, layers: Sequence[Layer], plan: Any) -> Tensor:
+        for block, layer_plan, layer in zip(self.blocks, plan_of_each(self.blocks, plan), layers, strict=True):
+            x = block(x, layer_plan, turn, cache=layer)
         return self.final_norm(x)
+
+    def attend_by(self, attend: Attend) -> None:
+        """Let all layers attend by another function."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.attend = attend
+
+    def frequencies(self, device: torch.device) -> Tensor | None:
+        """Radians per position of each rotated pair, float64 [head_dim / 2]; None without rotary positions."""
+        if self.config.positions != "rope":
+            return None
+        return scaled_frequencies(self.head_dim, self.config.rope_theta, self.config.rope_scaling, device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., vocab]. Training uses `cross_entropy_sum`, which never holds them all."""
@@ -244,7 +281,11 @@ class GPT(nn.Module):
         }
 
     def _embed(
-        self, tokens: Tensor, positions: Tensor | None, length: int | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        length: int | None = None,
+        frequencies: Tensor | None = None,
     ) -> tuple[Tensor, Rotation | None]:
         """The first block's input, and the rotary angles; positions lie below `length`, which is seq if None."""
         x, turn = self.token_embedding(tokens), None
@@ -259,8 +300,7 @@ class GPT(nn.Module):
                     f"{ways_to_extend(self.config, self.seq_len, length)}"
                 )
             x = x + self.position_embedding(positions)
-        elif self.config.positions == "rope":
-            scaling = self.config.rope_scaling
-            frequencies = scaled_frequencies(self.head_dim, self.config.rope_theta, scaling, tokens.device)
-            turn = rotation(positions, frequencies, rotary_amplitude(scaling))
+        frequencies = self.frequencies(tokens.device) if frequencies is None else frequencies
+        if frequencies is not None:
+            turn = rotation(positions, frequencies, rotary_amplitude(self.config.rope_scaling))
         return self.embedding_dropout(x), turn

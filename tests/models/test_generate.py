@@ -4,21 +4,10 @@ import pytest
 import torch
 
 from flashtrain.attention import Causal, SlidingWindow, attention, lower
-from flashtrain.config.schema import RopeScalingConfig
 from flashtrain.models.cache import Cache
 from flashtrain.models.decoding import decoding_attention, one_query
-from flashtrain.models.generate import Sampling, generate, sample
-
-
-def plan(queries, keys):
-    return lower(Causal(), 1, queries, keys, "cpu")
-
-
-def run(model, prompt, count, seed=0, plan_for=plan, cached=True, block=1, prefill_tokens=None, stop=None, **sampling):
-    return generate(
-        model, prompt, count, sampling=Sampling(**sampling), generator=torch.Generator().manual_seed(seed),
-        plan_for=plan_for, cached=cached, block=block, prefill_tokens=prefill_tokens, stop=stop,
-    )  # fmt: skip
+from flashtrain.models.generate import Sampling, sample
+from tests.models.generating import PARTS, plan, run, sharp
 
 
 @pytest.fixture
@@ -104,17 +93,6 @@ def test_empty_prompt_and_wrong_settings_are_named(make_gpt):
         run(model, [1], 1, prefill_tokens=0)
 
 
-PARTS = {
-    "learned": {},
-    "none": {"positions": "none"},
-    "rope and grouped heads": {"modern": True},
-    "rope stretched by yarn": {
-        "modern": True,
-        "rope_scaling": RopeScalingConfig(rule="yarn", factor=4.0, original_seq_len=32),
-    },
-}
-
-
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 1.0, "top_k": None}, {"top_p": 0.9}])
 @pytest.mark.parametrize("prefill_tokens", [None, 5])
@@ -196,15 +174,6 @@ def test_what_does_not_fit_the_cache_or_the_positions_is_named_with_the_ways_out
         make_gpt().read(tokens, Cache(2, 8), None)
     with pytest.raises(ValueError, match=r"9 tokens .* table of 8.*position_extension=duplicate.*positions=rope"):
         make_gpt(seq_len=8).read(tokens, Cache(2, 9), plan(9, 9))
-
-
-def sharp(model):
-    """Logits that differ enough to say more than one thing."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(4)
-    return model
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
