@@ -4,11 +4,12 @@
 
 A Llama of GPT-2 small's size (12 layers of 768, 12 query heads of 64, fewer key heads by --kv-heads), random weights
 in bfloat16, one sequence, greedy. The prompt is read in pieces of --prefill tokens; then --new tokens are timed, each
-waiting for the one before, as when text is streamed. transformers runs eagerly with its DynamicCache, which grows
-by a copy at each token, and with its StaticCache, which does not.
+waiting for the one before, as when text is streamed. Ours reads a token by one CUDA graph, and as `flashtrain_eager`
+kernel by kernel. transformers runs eagerly with its DynamicCache, which grows by a copy at each token, and with its
+StaticCache, which does not; and with that one and the step of a token compiled into CUDA graphs, as its manual advises.
 
 Before anything is timed the two models' hidden states are compared, and at the shortest length, in float32, the tokens
-that ours writes with its cache and without; a difference gives no time and makes the script end with 1.
+that ours writes with its cache, graphed and not, and without; a difference gives no time and ends the script with 1.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from flashtrain.models.decoding import decoding_attention
 from flashtrain.models.generate import Sampling, generate, stream
 from flashtrain.models.gpt import GPT
 
-IMPLEMENTATIONS = ("flashtrain", "transformers_dynamic", "transformers_static")
+IMPLEMENTATIONS = (
+    "flashtrain", "flashtrain_eager", "transformers_dynamic", "transformers_static", "transformers_compiled",
+)  # fmt: skip
 HEADERS = ("context", "implementation", "prompt s", "ms a token", "tokens/s", "peak GiB", "note")
 # Of hidden states in bfloat16 after all layers, whose entries are near 1.
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
@@ -109,8 +112,7 @@ def build(arguments: argparse.Namespace, device: torch.device) -> tuple[GPT, Any
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         ours = read(Path(folder)).model
-    for block in ours.blocks:
-        block.get_submodule("attention").attend = decoding_attention  # type: ignore[assignment]
+    ours.attend_by(decoding_attention)
     return ours.to(device), theirs.to(device)
 
 
@@ -134,8 +136,10 @@ def compare(ours: GPT, theirs: Any, arguments: argparse.Namespace, dtype: torch.
         "sampling": Sampling(temperature=0), "generator": torch.Generator(), "plan_for": plans,
         "prefill_tokens": arguments.prefill,
     }  # fmt: skip
-    if generate(ours, ids, new, **how) != generate(ours, ids, new, cached=False, **how):
-        return "tokens differ with the cache and without, in float32"
+    plain = generate(ours, ids, new, cached=False, **how)
+    for graphed in (False, True):
+        if generate(ours, ids, new, graphed=graphed, **how) != plain:
+            return f"tokens differ with the cache, {graphed=}, and without, in float32"
     ours, theirs = ours.to(dtype), theirs.to(dtype)
     found = ours(tokens, plans(length, length)).float()
     difference = float((found - theirs.model(tokens).last_hidden_state.float()).abs().mean())
@@ -153,16 +157,16 @@ def measure(name: str, ours: GPT, theirs: Any, length: int, arguments: argparse.
     row: dict[str, Any] = {"context": length, "implementation": name, "failed": None}
     ids = prompt(length, arguments.vocab)
     try:
-        for warm in (True, False):
+        for _ in range(2):
+            torch.compiler.reset()  # what was compiled holds the cache that it ran with
             if device.type == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            new = 4 if warm else arguments.new
             times = [time.perf_counter()]
-            for _ in tokens_of(name, ours, theirs, ids, new, arguments.prefill):
+            for _ in tokens_of(name, ours, theirs, ids, arguments.new, arguments.prefill):
                 times.append(time.perf_counter())
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:  # versions of transformers differ, and other rows are to be had all the same
         return row | {"failed": reason(error)}
     each = sorted(1000 * (end - start) for start, end in itertools.pairwise(times[1:]))
     quartiles = statistics.quantiles(each, n=4) if len(each) > 1 else [each[0]] * 3
@@ -175,27 +179,35 @@ def measure(name: str, ours: GPT, theirs: Any, length: int, arguments: argparse.
 
 def tokens_of(name: str, ours: GPT, theirs: Any, ids: Tensor, new: int, prefill: int) -> Iterator[int]:
     """New tokens, one by one."""
-    if name == "flashtrain":
+    if name.startswith("flashtrain"):
         return stream(
             ours, ids[0].tolist(), new, sampling=Sampling(temperature=0), generator=torch.Generator(),
-            plan_for=plan_for(ours.head_weight.device), prefill_tokens=prefill,
+            plan_for=plan_for(ours.head_weight.device), prefill_tokens=prefill, graphed=name == "flashtrain",
         )  # fmt: skip
-    return _theirs(theirs, ids, new, prefill, static=name.endswith("static"))
+    return _theirs(theirs, ids, new, prefill, cache=name.removeprefix("transformers_"))
 
 
 @torch.no_grad()
-def _theirs(model: Any, ids: Tensor, new: int, prefill: int, static: bool) -> Iterator[int]:
+def _theirs(model: Any, ids: Tensor, new: int, prefill: int, cache: str) -> Iterator[int]:
+    """cache: dynamic, static, or compiled, which is static with a compiled step."""
     from transformers import DynamicCache, StaticCache
 
-    length = ids.shape[1] + new
-    cache = StaticCache(config=model.config, max_cache_len=length) if static else DynamicCache(config=model.config)
-    ids = ids.to(model.device)
-    for piece in ids.split(prefill, dim=1):
-        logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    held: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+    if cache == "dynamic":
+        held["past_key_values"] = DynamicCache(config=model.config)
+    else:
+        held["past_key_values"] = StaticCache(config=model.config, max_cache_len=ids.shape[1] + new)
+    step = model
+    if cache == "compiled":
+        # On the CPU, where there are no graphs to gain, the compiler only looks whether it could.
+        how: dict[str, Any] = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "eager"}
+        step = torch.compile(model.forward, fullgraph=True, dynamic=False, **how)
+    for piece in ids.to(model.device).split(prefill, dim=1):
+        logits = model(input_ids=piece, **held).logits
     for _ in range(new):
         token = logits[0, -1].argmax()
         yield int(token)
-        logits = model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = step(input_ids=token.view(1, 1), **held).logits
 
 
 def cells(row: dict[str, Any]) -> tuple[object, ...]:

@@ -5,7 +5,8 @@
     python scripts/generate.py runs/<run_id> --prompt-file book.txt --context 64k --extend yarn --prefill 8k
 
 Takes a run's folder (the newest checkpoint, and the mean of its weights where the run kept one), a checkpoint file, or
-a Hugging Face folder. Each new token is computed alone, against the keys and values of those before it.
+a Hugging Face folder. Each new token is computed alone, against the keys and values of those before it; on a GPU by one
+CUDA graph, where no layer is block-sparse.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def parse() -> argparse.ArgumentParser:
     parser.add_argument("--extend", choices=(*ROTARY, *LEARNED), help="how positions reach a longer context")
     parser.add_argument("--prefill", type=parse_size, help="tokens of the prompt that are read at once (all)")
     parser.add_argument("--no-cache", action="store_true", help="read the whole context again for each token")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graph: launch each token's kernels one by one")
     parser.add_argument("--past-end", action="store_true", help="go on behind the end of the document")
     parser.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"),
                         help="of weights and arithmetic (auto: bfloat16 on a GPU)")  # fmt: skip
@@ -76,6 +78,7 @@ def write(reader: Reader, arguments: argparse.Namespace) -> None:
         generator=torch.Generator().manual_seed(arguments.seed), plan_for=reader.plan_for,
         cached=not arguments.no_cache, block=reader.block, prefill_tokens=arguments.prefill,
         stop=None if arguments.past_end else tokenizer.eod,
+        graphed=reader.device.type == "cuda" and not (arguments.eager or arguments.no_cache),
     ):  # fmt: skip
         times.append(time.perf_counter())
         if token < tokenizer.vocab_size:  # beyond it are rows of padding

@@ -102,6 +102,7 @@ def _from_hugging_face(path: Path, seq_len: int | None, how: Extension | None, d
             f"model.init_from={path}"
         )
     model.seq_len = min(seq_len or trained.seq_len, trained.seq_len)
+    model.attend_by(decoding_attention)
     mask: Mask = Causal() if loaded.window is None else Causal() & SlidingWindow(loaded.window - 1, 0)
 
     def plan_for(queries: int, keys: int) -> Plans:

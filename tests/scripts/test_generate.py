@@ -6,9 +6,12 @@ from pathlib import Path
 
 import generate
 import pytest
+import torch
+from measuring.reading import load_reader
 from measuring.text_stream import TextStream
 
 from flashtrain.data.tokenizers import ByteTokenizer
+from flashtrain.models.graphed import why_not
 
 from .conftest import train_run
 
@@ -115,6 +118,8 @@ def test_a_hugging_face_folder_writes_too(tmp_path, capfd):
         max_position_embeddings=24,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    reader = load_reader(tmp_path, None, None, torch.device("cpu"))
+    assert why_not(reader.model, [reader.plan_for(1, 3)] * 2) is None  # a GPU's graph serves it as it does runs
     asked = (tmp_path, "the cat sat", "--max-tokens", 20, "--past-end", "--temperature", 1)
     text = texts(capfd, *asked)
     assert len(text.split()) >= 20
