@@ -102,12 +102,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        plan: Any,
-        turn: Rotation | None,
-        mlp_chunk_tokens: int = 0,
-        cache: Layer | None = None,
+        self, x: Tensor, plan: Any, turn: Rotation | None, mlp_chunk_tokens: int = 0, cache: Layer | None = None
     ) -> Tensor:
         """x and the result are [batch, seq, hidden_size]; the MLP takes `mlp_chunk_tokens` at once, 0 for all."""
         x = x + self.dropout(self.attention(self.attention_norm(x), plan, turn, cache))
@@ -281,11 +276,7 @@ class GPT(nn.Module):
         }
 
     def _embed(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None,
-        length: int | None = None,
-        frequencies: Tensor | None = None,
+        self, tokens: Tensor, positions: Tensor | None, length: int | None = None, frequencies: Tensor | None = None
     ) -> tuple[Tensor, Rotation | None]:
         """The first block's input, and the rotary angles; positions lie below `length`, which is seq if None."""
         x, turn = self.token_embedding(tokens), None
