@@ -46,6 +46,7 @@ def measured_runs() -> list[Any]:
     for experiment, name in (
         ("path_x", "path-x"),
         ("path_256", "path-256"),
+        ("million_tokens", "million-tokens"),
         ("million_tokens_sparse", "million-tokens-sparse"),
     ):
         with (ROOT / "benchmarks" / "runs" / name / "metrics.csv").open() as file:
