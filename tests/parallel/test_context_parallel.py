@@ -31,7 +31,7 @@ def test_every_mask_gives_what_one_process_gives(ranks: Ranks, method: str, mask
     require_close(joined(ranks.call(attend, case)), case.whole(), 1e-9)
 
 
-@pytest.mark.parametrize("mask", ["causal", "causal documents", "window in documents", "causal layout"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("method", METHODS)
 def test_float32_is_right_to_its_rounding(ranks: Ranks, method: str, mask: str) -> None:
     case = Case(mask, method, torch.float32)
