@@ -16,7 +16,7 @@ from flashtrain import sweep
 from flashtrain.config import ConfigError
 from flashtrain.config.command_line import check_overrides
 from flashtrain.config.composed import configured
-from flashtrain.config.started import check_started, end_with_parent, started_again, started_processes
+from flashtrain.config.started import check_started, end_at_once, end_with_parent, started_again, started_processes
 
 ROOT = Path(__file__).resolve().parent
 exit_code = 0
@@ -58,9 +58,6 @@ if __name__ == "__main__":
         sys.exit(str(error))
     sweep_id = sweep.prepare(sys.argv)
     main()
-    if exit_code == 1 and started_processes(os.environ) is not None:
-        # One of several: at exit PyTorch would wait for processes that may be gone, half an hour where one hangs.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+    if started_processes(os.environ) is not None:
+        end_at_once(exit_code)
     sys.exit(sweep.report(sweep_id) if sweep_id else exit_code)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from flashtrain.config.build import ConfigError
 
@@ -73,3 +76,17 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this process, one of several, without taking Python apart: what it had to write is written.
+
+    Groups of processes outlive their run, since plans and models name them, and with them their threads: one that still
+    lets go of a tensor while Python ends aborts it, and the code with it. After a failure not even what runs at exit
+    may run, since PyTorch would wait there for processes that may be gone, half an hour where one hangs.
+    """
+    if code != 1:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -54,6 +54,17 @@ if os.environ.get("RANK") == "1":
 __file__ = os.path.abspath("train.py")  # runs here, under this script's name, so that its processes are this script too
 exec(compile(open(__file__).read(), __file__, "exec"))
 """
+PYTHON_DIES_AT_ITS_END = """
+import os, runpy, sys
+
+class Leftover:
+    def __del__(self, abort=os.abort):
+        abort()
+
+sys.leftover = Leftover()  # as a thread of a group that lets go of a tensor too late
+sys.argv = sys.argv[1:]
+runpy.run_path("train.py", run_name="__main__")
+"""
 LONG = ("trainer.max_steps=100k", "trainer.log_every_n_steps=5", "trainer.checkpoint_every_n_steps=10")
 
 
@@ -145,6 +156,15 @@ def test_torchrun_starts_one_run_and_a_process_that_runs_out_of_memory_is_named(
     assert "rank 1: out of memory in step 23" in (folder / "train.log").read_text()
     assert summary(folder)["status"] == "failed"
     assert whole_checkpoint(folder) == 20
+
+
+def test_how_python_ends_does_not_change_what_a_finished_run_says(command, tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(PYTHON_DIES_AT_ITS_END)
+    job = ("trainer.max_steps=2", "run_id=done")
+    code, output = finished(command(*job, by=(*TORCHRUN, str(script)), PYTHONPATH=str(ROOT)))
+    assert code == 0, output
+    assert summary(tmp_path / "runs" / "done")["status"] == "finished"
 
 
 def test_a_run_that_exists_is_refused_once_and_at_once(command, tmp_path):
