@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from flashtrain.config import build
 from flashtrain.models.recompute import Recompute
 from flashtrain.training.forecast.memory import step_memory
+from flashtrain.training.forecast.mesh import ring_seconds
 from flashtrain.training.forecast.time import step_time
 from flashtrain.training.memory import plan
 
@@ -93,3 +94,24 @@ def test_steps_on_one_gpu_and_two(row):
     assert time is not None
     assert step_memory(case).peak / 2**30 == pytest.approx(row["peak_gib"], rel=0.1)
     assert 1000 * time.step == pytest.approx(row["step_ms"]["median"], rel=0.15)
+
+
+def measured_ranks() -> list[Any]:
+    """The slowest rank of a ring, one after another on one GPU."""
+    names = ("context_parallel", "context_parallel_1m")
+    rows = [row for n in names for row in json.loads((ROOT / "benchmarks" / f"{n}.json").read_text())["rows"]]
+    return [pytest.param(row, id=f"{row['seq_len'] // 1024}k-{row['ranks']}") for row in rows]
+
+
+@pytest.mark.parametrize("row", measured_ranks())
+def test_what_a_ring_adds_to_a_share_of_the_whole(row):
+    size = row["ranks"]
+    case = case_of(
+        f"seq_len={row['seq_len']}", f"trainer.batch_tokens={row['seq_len']}", f"trainer.devices={size}",
+        f"trainer.context={size}", "trainer.strategy=fsdp", "model=gpt2_rope", "model.num_layers=1", backend="hopper",
+        how=Recompute("selective"), sequences=1,
+    )  # fmt: skip
+    gpu = case.gpu
+    assert gpu is not None
+    share = row["whole"]["both_ms"]["median"] / size
+    assert share + 1000 * ring_seconds(case, gpu) == pytest.approx(max(row["rank_ms"]), rel=0.05)

@@ -16,6 +16,12 @@ from flashtrain.training.forecast.case import Case, count_parameters
 from flashtrain.training.forecast.gpus import Gpu
 
 _LINK_SHARE = 0.75  # of the data sheet's bandwidth, a guess
+# What a rank of a ring takes longer for a layer's attention than its share of the whole: once, for each step of the
+# ring, and there for each token of the sequence and number of a query's width. Fitted to ranks of 2, 4 and 8 at 64k and
+# 256k tokens on one H200 (benchmarks/context_parallel.json).
+_RING_SECONDS = 1.05e-3
+_RING_STEP_SECONDS = 5e-5
+_RING_STEP_BYTES = 5.7  # over the memory's bandwidth
 _BACKWARD = 2 / 3  # of the blocks' time: gradients of ddp can only go meanwhile
 
 
@@ -46,6 +52,16 @@ def sequence_bytes(case: Case) -> float:
     if case.config.trainer.context_method == "ulysses":
         return 4.0 * tokens * (parts - 1) / parts * w * (query + key)
     return tokens * (parts - 1) * (4.0 * w + 8) * key
+
+
+def ring_seconds(case: Case, gpu: Gpu) -> float:
+    """Seconds that cutting a step's sequences for a ring, and joining its parts, adds to attention; nothing is sent."""
+    parts, sizes = case.context, case.sizes
+    if parts == 1 or case.config.trainer.context_method != "ring":
+        return 0.0
+    numbers = parts * case.micro_tokens * sizes.num_heads * sizes.head_dim
+    step = _RING_STEP_SECONDS + _RING_STEP_BYTES * numbers / (gpu.gb_per_s * 1e9)
+    return case.config.model.num_layers * case.micro_batches * (_RING_SECONDS + parts * step)
 
 
 def exposed_seconds(case: Case, gpu: Gpu, attention: float, rest: float) -> float:

@@ -13,7 +13,7 @@ from flashtrain.models.recompute import Recompute
 from flashtrain.training.forecast.case import Case, count_parameters
 from flashtrain.training.forecast.gpus import Gpu, attention_tflops
 from flashtrain.training.forecast.memory import layer_bytes
-from flashtrain.training.forecast.mesh import exposed_seconds
+from flashtrain.training.forecast.mesh import exposed_seconds, ring_seconds
 
 _MATMUL_SHARE = 0.72  # of the dense peak
 _PASSES = 5.9  # of the bandwidth over the bytes that blocks keep: what norms, activations and sums read and write
@@ -83,4 +83,5 @@ def _attention_seconds(case: Case, gpu: Gpu) -> float:
     """Forward and backward: 3.5 times 4 num_heads head_dim pairs."""
     sizes, sequences = case.sizes, case.config.sequences_per_step / case.devices
     flops = 3.5 * 4.0 * sizes.num_heads * sizes.head_dim * case.pairs * case.config.model.num_layers * sequences
-    return flops / (attention_tflops(gpu, case.backend, sizes.head_dim, case.config.seq_len) * 1e12)
+    alone = flops / (attention_tflops(gpu, case.backend, sizes.head_dim, case.config.seq_len) * 1e12)
+    return alone + ring_seconds(case, gpu)
