@@ -1,4 +1,4 @@
-"""The gradients of one step, not only what follows from them: every way to share it, under every mask, in both dtypes."""
+"""The gradients of a step, not only what follows from them: every way to share it, every mask, both dtypes."""
 
 from __future__ import annotations
 
