@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +19,7 @@ from flashtrain.training.forecast import Forecast
 from flashtrain.training.forecast.case import Case
 from flashtrain.training.forecast.memory import step_memory
 from flashtrain.training.forecast.mesh import gradient_bytes, group_bytes, sum_bytes
+from flashtrain.training.task import Task
 from flashtrain.training.text import TextData
 
 
@@ -38,6 +42,20 @@ def test_the_shares_of_a_step_are_the_step_of_one_process(make_config, size):
             expected = torch.cat([getattr(batch, name) for batch in whole])
             assert torch.equal(torch.cat([getattr(batch, name) for batch in together]), expected)
         assert sum(batch.num_targets for batch in together) == sum(batch.num_targets for batch in whole)
+
+
+def seeds(rank: int, size: int, context: int = 1) -> list[int]:
+    """Of dropout in step 3, which has eight micro-batches."""
+    replicas = SimpleNamespace(processes=Rank(rank, size, context))
+    task: Any = SimpleNamespace(replicas=replicas, config=SimpleNamespace(seed=1))
+    return Task._seeds(task, 3, 8 * context // size)
+
+
+def test_each_micro_batch_has_the_dropout_of_one_process_and_each_part_of_a_sequence_its_own():
+    alone = seeds(0, 1)
+    assert len({*alone}) == 8
+    assert [seed for rank in range(4) for seed in seeds(rank, 4)] == alone
+    assert len({seed for rank in range(4) for seed in seeds(rank, 4, 2)}) == 16
 
 
 def test_images_and_labelled_sequences_are_shared_the_same_way():
