@@ -59,9 +59,12 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) 
         with locked(folder):
             if not folder.exists():  # else another process has just made it
                 _build(folder, config, tokenizer, corpus, progress)
-    train, val = TokenFile.open(folder / "train.tokens"), TokenFile.open(folder / "val.tokens")
-    for file in (train, val):
-        file.check(tokenizer.vocab_size, tokenizer.fingerprint)
+    try:
+        train, val = TokenFile.open(folder / "train.tokens"), TokenFile.open(folder / "val.tokens")
+        for file in (train, val):
+            file.check(tokenizer.vocab_size, tokenizer.fingerprint)
+    except ValueError as error:
+        raise ValueError(f"{error}: delete {folder}, and the next run makes it anew") from error
     return PreparedCorpus(train, val, train.header["corpus"])
 
 

@@ -13,6 +13,8 @@ from flashtrain.data.hub import hub_is_off, require_hub
 
 _ROWS = 1024  # that are read at once
 
+_INSTEAD = "give a folder made by save_to_disk as data.name, or use data.source=jsonl, parquet or text with data.path"
+
 
 def parquet_documents(files: Iterable[tuple[str, Path]], text_key: str) -> Iterator[Document]:
     """The column ``text_key`` of each file, row by row, without a copy on disk. ValueError names an unreadable file."""
@@ -51,11 +53,7 @@ def _load_named(config: DataConfig) -> Any:
     name, _, revision = config.name.partition("@")
     folder = Path(config.name).expanduser()
     if not folder.is_dir() and not hub_is_off():
-        require_hub(
-            f"data.name={name}",
-            "set HF_HUB_OFFLINE=1 to use a copy in the local cache, give a folder made by save_to_disk as data.name, "
-            "or use data.source=jsonl, parquet or text with data.path",
-        )
+        require_hub(f"data.name={name}", f"set HF_HUB_OFFLINE=1 to use a copy in the local cache, {_INSTEAD}")
     try:
         if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
             loaded = load_from_disk(str(folder))
@@ -65,7 +63,8 @@ def _load_named(config: DataConfig) -> Any:
             loaded = load_dataset(name, config.subset, split=config.split, revision=revision or None)
     except Exception as error:  # unknown set, subset or split, no permission, not in the cache: each its own kind
         wanted = f"data.name={config.name}, data.subset={config.subset}, data.split={config.split}"
-        raise ValueError(f"{wanted}: {error}") from error
+        way_out = "" if folder.is_dir() or not hub_is_off() else f"; HF_HUB_OFFLINE forbids the hub: {_INSTEAD}"
+        raise ValueError(f"{wanted}: {error}{way_out}") from error
     if isinstance(loaded, DatasetDict):
         if config.split not in loaded:
             raise ValueError(f"data.split={config.split}: {folder} has the splits {', '.join(loaded)}")

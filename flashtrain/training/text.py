@@ -32,7 +32,13 @@ class TextData:
         self.corpus = prepare(config.data, self.tokenizer)
         self.train = pack(self.corpus.train, config.seq_len, config.data.packing, config.data.document_borders)
         # A held-out part shorter than one sequence is still read, as one shorter sequence.
-        self.val_seq_len = min(config.seq_len, max(1, self.corpus.val.num_tokens - 1))
+        held_out, trained = self.corpus.val.num_tokens, self.corpus.train.num_tokens
+        if held_out < 2:
+            raise ValueError(
+                f"data.val_fraction={config.data.val_fraction}: {held_out} of {trained + held_out} tokens held out, "
+                "and validation needs at least 2; write a larger fraction"
+            )
+        self.val_seq_len = min(config.seq_len, held_out - 1)
         self.val = pack(self.corpus.val, self.val_seq_len, config.data.packing, config.data.document_borders)
 
     @property

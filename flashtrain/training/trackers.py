@@ -21,6 +21,7 @@ logger = logging.getLogger("flashtrain")
 # wandb writes blocks of 32 KiB: more rows than one has.
 _NOT_YET_WRITTEN = 300
 _PATIENCE = 10.0  # seconds: after SIGTERM a run may have half a minute, and has yet to save
+_SEARCH = 30.0  # seconds to reach wandb in at the start
 
 COLUMNS = (
     "step",
@@ -75,14 +76,18 @@ class CsvTracker:
     def log(self, row: Mapping[str, float | int | None]) -> None:
         # repr keeps every bit of a float
         cells = {column: "" if row.get(column) is None else repr(row[column]) for column in self.columns}
-        with self.path.open("r+") as file:
-            end = file.seek(0, os.SEEK_END)
-            if cells["step"] == self._last.get("step"):  # figures that came after their step's row was written
-                cells = {column: cells[column] or self._last.get(column) or "" for column in self.columns}
-                end -= len(",".join(self._last.get(column) or "" for column in self.columns)) + 1
-                file.seek(end)
-                file.truncate()
-            file.write(",".join(cells.values()) + "\n")
+        try:
+            with self.path.open("r+") as file:
+                end = file.seek(0, os.SEEK_END)
+                if cells["step"] == self._last.get("step"):  # figures that came after their step's row was written
+                    cells = {column: cells[column] or self._last.get(column) or "" for column in self.columns}
+                    end -= len(",".join(self._last.get(column) or "" for column in self.columns)) + 1
+                    file.seek(end)
+                    file.truncate()
+                file.write(",".join(cells.values()) + "\n")
+        except OSError as error:  # which names no file where a write, and not the opening, failed
+            message = f"{error.strerror}: cannot write {self.path}; earlier checkpoints are whole: make room and resume"
+            raise OSError(error.errno, message) from error
         self._last = cells
 
     def log_text(self, step: int, name: str, text: str) -> None:
@@ -95,8 +100,8 @@ class CsvTracker:
 class WandbTracker:
     """One wandb run for one flashtrain run, the same again when it resumes.
 
-    Online where a key is configured, offline otherwise, never a prompt. The id lies in the run's folder from the first
-    second, so that a run killed before its first checkpoint keeps it too.
+    Online where a key is configured and wandb can be reached, offline otherwise, never a prompt. The id lies in the
+    run's folder from the first second, so that a run killed before its first checkpoint keeps it too.
 
     What is logged goes to a process of wandb's own. Slurm sends SIGTERM to it too, and it ends at once, with rows that
     it has not written; then another is started, for the same wandb run, which gets the latest rows once more.
@@ -108,7 +113,8 @@ class WandbTracker:
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self._config, self._folder = config, folder
         self._latest: deque[dict[str, float | int]] = deque(maxlen=_NOT_YET_WRITTEN)
-        self.run = self._begin()
+        self._mode = wandb_mode(config.logger.mode)
+        self.run = self._begin_or_offline()
 
     def log(self, row: Mapping[str, float | int | None]) -> None:
         known = {name: value for name, value in row.items() if value is not None}
@@ -125,6 +131,28 @@ class WandbTracker:
 
         self._tell(end)
 
+    def _begin_or_offline(self) -> Any:
+        """A configured key says nothing of a network: where wandb cannot be reached, `auto` goes offline.
+
+        Raises:
+            ValueError: it cannot be reached, or has no key, and logger.mode=online asks for it.
+        """
+        from wandb.errors import Error
+
+        asked = self._config.logger.mode
+        shorter = asked == "auto" and "WANDB_INIT_TIMEOUT" not in os.environ
+        try:
+            return self._begin(**({"init_timeout": _SEARCH} if shorter else {}))
+        except Error as error:
+            reason = " ".join(str(error).split())
+            if asked != "auto" or self._mode != "online":
+                way_out = "write logger.mode=offline, or logger=csv for none"
+                raise ValueError(f"logger.mode={asked}: wandb did not start ({reason}); {way_out}") from error
+            logger.warning("wandb cannot be reached, going on offline; `wandb sync` uploads the run later (%s)", reason)
+        self._forget()
+        self._mode = "offline"
+        return self._begin()
+
     def _begin(self, **settings: Any) -> Any:
         import wandb
 
@@ -139,7 +167,7 @@ class WandbTracker:
             name=folder.run_id,
             group=config.logger.group,
             tags=list(config.logger.tags),
-            mode=wandb_mode(config.logger.mode),
+            mode=self._mode,
             dir=str(folder.path),
             reinit="finish_previous",
             settings=wandb.Settings(silent=True, console="off", disable_git=True, **settings),
@@ -166,11 +194,16 @@ class WandbTracker:
                 logger.warning("wandb cannot be reached (%s: %s); see metrics.csv", type(second).__name__, second)
                 self.run = None
 
-    def _begin_again(self) -> None:
+    @staticmethod
+    def _forget() -> None:
+        """End wandb's process, which takes no second run of the same id."""
         import wandb
 
         with contextlib.suppress(Exception):
-            wandb.teardown()  # says once more that it is gone
+            wandb.teardown()  # says once more that it is gone, if it is
+
+    def _begin_again(self) -> None:
+        self._forget()
         self.run = self._begin(init_timeout=_PATIENCE)
         for row in self._latest:
             self.run.log(row)

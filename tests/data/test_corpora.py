@@ -188,6 +188,15 @@ def test_a_hub_name_without_network_fails_within_seconds_and_names_the_way_out(c
     assert time.monotonic() - start < 20
 
 
+def test_a_hub_name_where_the_hub_is_forbidden_names_the_way_out(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"data\.name=org/set.*HF_HUB_OFFLINE forbids the hub.*data\.path"):
+        read(config(source="hub", name="org/set"))
+
+
 def test_a_hub_set_is_described_without_the_hub(config: Config) -> None:
     prints = {
         describe(config(source="hub", **fields))["fingerprint"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -153,10 +154,10 @@ def test_gpt2_tokens_say_the_text(config: Config, tmp_path: Path) -> None:
     prepared.train.check(50304, tokenizer.fingerprint)
 
 
-def test_a_damaged_prepared_file_is_named(config: Config, corpus: str) -> None:
+def test_a_damaged_prepared_file_is_named_with_the_folder_to_delete(config: Config, corpus: str) -> None:
     path = prepare(config(path=corpus), BYTES).val.path
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match=r"val\.tokens: truncated"):
+    with pytest.raises(ValueError, match=rf"val\.tokens: truncated.*delete {re.escape(str(path.parent))}"):
         prepare(config(path=corpus), BYTES)
 
 

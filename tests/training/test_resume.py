@@ -15,6 +15,7 @@ import torch
 from flashtrain.config import to_dict
 from flashtrain.config.build import ConfigError
 from flashtrain.config.resume import resumed
+from flashtrain.data.tokenizers import ByteTokenizer
 from flashtrain.training import checkpoints as ckpt
 from flashtrain.training.run import run
 from flashtrain.training.run_folder import RunFolder
@@ -192,6 +193,22 @@ def test_another_text_is_refused(make_config, tmp_path, text_folder):
     (text_folder / "00.txt").write_text("something else")
     assert go_on(tmp_path, "first") == 1
     assert "corpus_fingerprint was" in (tmp_path / "runs" / "first" / "train.log").read_text()
+
+
+def test_a_tokenizer_that_has_become_another_is_refused(make_config, tmp_path, monkeypatch):
+    """Under the same name, as a folder's files may: its ids would mean something else to the weights."""
+    assert run(make_config("run_id=first"), []) == 0
+    honest = ByteTokenizer.__init__
+
+    def another(self):
+        honest(self)
+        self.fingerprint = "another"
+
+    monkeypatch.setattr(ByteTokenizer, "__init__", another)
+    assert go_on(tmp_path, "first", "trainer.max_steps=16") == 1
+    folder = tmp_path / "runs" / "first"
+    assert "tokenizer_fingerprint was" in (folder / "train.log").read_text()
+    assert len(metrics(folder)) == 12
 
 
 class TestCheckpoints:
