@@ -72,7 +72,7 @@ def test_metrics_on_a_full_disk_name_the_file():
 
 def test_a_row_that_a_full_disk_cut_short_goes_on_resume(tmp_path):
     path = tmp_path / "metrics.csv"
-    path.write_text("step,train_loss\n1,2.5\n2,2.25\n3,2.1")
+    path.write_text("step,train_loss\n1,2.5\n2,2.25\n3,2.5\n4,2.1")
     CsvTracker(path, 2, ("step", "train_loss")).log({"step": 3, "train_loss": 2.125})
     with path.open(newline="") as file:
         assert list(csv.reader(file)) == [["step", "train_loss"], ["1", "2.5"], ["2", "2.25"], ["3", "2.125"]]
