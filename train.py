@@ -57,7 +57,12 @@ if __name__ == "__main__":
     except ConfigError as error:
         sys.exit(str(error))
     sweep_id = sweep.prepare(sys.argv)
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # a run catches it itself: this came before it began, or between the jobs of a sweep
+        print("stopped by Ctrl-C", file=sys.stderr)
+        exit_code = 130
     if started_processes(os.environ) is not None:
         end_at_once(exit_code)
-    sys.exit(sweep.report(sweep_id) if sweep_id else exit_code)
+    reported = sweep.report(sweep_id) if sweep_id else 0
+    sys.exit(exit_code or reported)

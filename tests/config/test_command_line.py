@@ -114,3 +114,16 @@ def test_help_explains_the_groups_without_a_run():
     done = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert "model: gpt2" in done.stdout and "seq_len: 256" in done.stdout
+
+
+def test_ctrl_c_while_torch_is_imported_leaves_with_its_code_and_without_a_traceback():
+    code = (
+        "import sys, runpy; sys.argv = ['train.py']\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "runpy.run_path('train.py', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
