@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("flashtrain")
 
 KIND = "flashtrain checkpoint 1"
 
@@ -90,15 +93,21 @@ def _why(path: Path, error: Exception) -> str:
 def newest(folder: Path, read: Callable[[Path], dict[str, Any]] = load) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that can be read, by `load` or `outlined`; None if the run stopped before its first.
 
+    A newer one that cannot be read is named in the log: what comes is older than one might think.
+
     Raises:
         ValueError: there are checkpoints and none can be read.
     """
     problems = []
     for path in reversed(existing(folder)):
         try:
-            return path, read(path)
+            found = path, read(path)
         except ValueError as error:
             problems.append(str(error))
+            continue
+        for problem in problems:
+            logger.warning("%s; taking %s", problem, path.name)
+        return found
     if problems:
         raise ValueError("no checkpoint can be read: " + "; ".join(problems))
     return None

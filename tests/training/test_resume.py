@@ -229,6 +229,8 @@ class TestCheckpoints:
         newest.write_bytes(newest.read_bytes()[:-100])
         assert go_on(tmp_path, "torn") == 0
         assert figures(folder) == straight
+        told = (folder / "train.log").read_text()
+        assert f"{newest}: not a readable checkpoint" in told and "taking step-00000008.ckpt" in told
 
     def test_a_foreign_file_is_refused(self, tmp_path):
         torch.save({"weights": 1}, tmp_path / "step-00000001.ckpt")
