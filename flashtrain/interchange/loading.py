@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,12 +118,54 @@ def check_same_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
     """
     if not is_hugging_face_folder(folder) or not has_tokenizer(folder) or tokenizer.name == str(folder):
         return
-    own = load_tokenizer(str(folder))
-    if tokenizer.eod != own.eod or tokenizer.encode(_PROBE).tolist() != own.encode(_PROBE).tolist():
+    if not _same_ids(tokenizer, load_tokenizer(str(folder))):
         raise ValueError(
             f"model.init_from={folder}: its tokenizer gives other ids than {tokenizer.name!r}; leave data.tokenizer "
             "and model.tokenizer out, to take the folder's"
         )
+
+
+def check_vocabulary_of_run(tokenizer: str, fingerprint: str, about: Mapping[str, Any], where: str) -> None:
+    """Refuse to start from a run's weights with another tokenizer than the run's, unless it gives the same ids.
+
+    Args:
+        tokenizer, fingerprint: of the run that starts.
+        about: `flashtrain` of the other one's checkpoint.
+
+    Raises:
+        ValueError: naming both.
+    """
+    trained: str = about["identity"]["tokenizer"]
+    if fingerprint == about["identity"]["tokenizer_fingerprint"]:
+        return
+    try:
+        own = own_tokenizer(trained, about, where)
+    except ValueError as error:
+        raise ValueError(f"{where}: was not trained with tokenizer {tokenizer!r}. {error}") from error
+    if not _same_ids(load_tokenizer(tokenizer), own):
+        raise ValueError(
+            f"{where}: was trained with tokenizer {trained!r}, which gives other ids than {tokenizer!r}; write "
+            f"model.tokenizer={trained}"
+        )
+
+
+def own_tokenizer(name: str, about: Mapping[str, Any], where: str) -> Tokenizer:
+    """The tokenizer of a checkpoint, by its name.
+
+    Raises:
+        ValueError: what bears the name today gives other ids, or is gone.
+    """
+    tokenizer = load_tokenizer(name)
+    if tokenizer.fingerprint != about["identity"]["tokenizer_fingerprint"]:
+        raise ValueError(
+            f"{where}: tokenizer {name!r} is not the one that the run was trained with, though it has its name; put "
+            "the same files there"
+        )
+    return tokenizer
+
+
+def _same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    return one.eod == other.eod and one.encode(_PROBE).tolist() == other.encode(_PROBE).tolist()
 
 
 def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -144,12 +186,7 @@ def _from_checkpoint(path: Path, checkpoint: dict[str, Any]) -> Loaded:
     config: Config = build(about["config"])
     if config.task != "language":
         raise ValueError(f"{path}: task={config.task}; only language models are loaded this way")
-    tokenizer = load_tokenizer(config.tokenizer)
-    if tokenizer.fingerprint != about["identity"]["tokenizer_fingerprint"]:
-        raise ValueError(
-            f"{path}: tokenizer {config.tokenizer!r} is not the one that the run was trained with, though it has its "
-            "name; put the same files there"
-        )
+    tokenizer = own_tokenizer(config.tokenizer, about, str(path))
     weights, _ = stored.weights_of(checkpoint)
     weights = {name: tensor.to(torch.float32, copy=True) for name, tensor in weights.items()}
     embedding = weights.get("token_embedding.weight")

@@ -119,7 +119,7 @@ class _Run:
         torch.manual_seed(fold_seed(self.work.config.seed))
         task = self.task = self.work.build_task()
         if config.model.init_from is not None and (start is None or is_anew(self.progress, start.step)):
-            warm_start(task.model, config.model.init_from, config.runs_dir)
+            warm_start(task.model, config.model.init_from, config.runs_dir, self.work.identity)
         task.progress = self.progress
         if start is not None:
             prepare_beginning(task, config, start, self.folder.checkpoints, keeps=self.processes.is_first)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flashtrain.config import build
 from flashtrain.config.hugging_face import is_hugging_face_folder, model_config, read_architecture
 from flashtrain.interchange.classifier_folder import is_classifier_folder, read_classifier
-from flashtrain.interchange.loading import read_weights
+from flashtrain.interchange.loading import check_vocabulary_of_run, read_weights
 from flashtrain.models.classifier import Classifier
 from flashtrain.models.gpt import GPT
 from flashtrain.models.positions import gridwise
@@ -24,7 +24,7 @@ logger = logging.getLogger("flashtrain")
 _MAY_BE_NEW = ("dense_head.", "pixel_head.", "hidden_pixel")
 
 
-def warm_start(model: nn.Module, init_from: str, runs_dir: str) -> None:
+def warm_start(model: nn.Module, init_from: str, runs_dir: str, identity: ckpt.Identity | None = None) -> None:
     """Copy the newest weights of a run into `model`; the running mean of its weights where the run kept one.
 
     A learned position table of a smaller image is repeated gridwise (see `models.positions.gridwise`); the positions of
@@ -33,14 +33,15 @@ def warm_start(model: nn.Module, init_from: str, runs_dir: str) -> None:
     Args:
         init_from: a run's id under `runs_dir`, a run's folder, a checkpoint file, an exported classifier's folder, or a
             Hugging Face folder.
+        identity: of the run that starts, whose tokenizer is held against the other run's; None holds nothing.
 
     Raises:
-        ValueError: no such run or checkpoint, or weights of other names or shapes, which are listed.
+        ValueError: no such run or checkpoint, another vocabulary, or other names or shapes, which are listed.
     """
     if is_hugging_face_folder(Path(init_from)):
         path, weights, trained = Path(init_from), *_folder_weights(model, init_from)
     else:
-        path, weights, trained = _weights(init_from, runs_dir)
+        path, weights, trained = _weights(init_from, runs_dir, identity if isinstance(model, GPT) else None)
     if isinstance(model, GPT):
         fit_positions(model, weights, trained)
     wanted = model.state_dict()
@@ -62,7 +63,7 @@ def warm_start(model: nn.Module, init_from: str, runs_dir: str) -> None:
     logger.info("weights from %s%s", path, f", except {', '.join(new)}" if new else "")
 
 
-def _weights(init_from: str, runs_dir: str) -> tuple[Path, dict[str, Tensor], Trained]:
+def _weights(init_from: str, runs_dir: str, identity: ckpt.Identity | None) -> tuple[Path, dict[str, Tensor], Trained]:
     """Path of the checkpoint, its model's weights by name, and what they were trained for."""
     for path in (Path(init_from), Path(runs_dir) / init_from):
         if ckpt.is_checkpoint(path):
@@ -81,7 +82,11 @@ def _weights(init_from: str, runs_dir: str) -> tuple[Path, dict[str, Tensor], Tr
         raise ValueError(
             f"model.init_from={init_from}: no such checkpoint, folder, or run in {runs_dir}; give a run's id"
         )
-    config = build(checkpoint["flashtrain"]["config"])
+    about = checkpoint["flashtrain"]
+    if identity is not None:
+        where = f"model.init_from={init_from}"
+        check_vocabulary_of_run(identity.tokenizer, identity.tokenizer_fingerprint, about, where)
+    config = build(about["config"])
     return path, ckpt.weights_of(checkpoint)[0], Trained(config.model, config.seq_len)
 
 

@@ -20,7 +20,8 @@ class Run:
     """A run as it lies on disk, or what was exported of it.
 
     weights: of its model, by name. averaged: whether they are a running mean. corpus: fingerprint of what it was
-    trained on. summary: its summary.json, or an exported classifier's result.json.
+    trained on. about: its checkpoint's `flashtrain`, empty of an exported classifier. summary: its summary.json, or an
+    exported classifier's result.json.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Run:
     weights: dict[str, Tensor]
     averaged: bool
     corpus: str
+    about: dict[str, Any]
     summary: dict[str, Any]
 
 
@@ -40,7 +42,8 @@ def load_run(folder: Path) -> Run:
     """
     if is_classifier_folder(folder):
         read = read_classifier(folder)
-        return Run(folder.resolve().name, read.config, read.step, read.weights, read.averaged, read.corpus, read.result)
+        name = folder.resolve().name
+        return Run(name, read.config, read.step, read.weights, read.averaged, read.corpus, {}, read.result)
     if is_checkpoint(folder):
         checkpoint = load(folder)
         return _run(folder.stem, build(checkpoint["flashtrain"]["config"]), checkpoint, {})
@@ -59,13 +62,14 @@ def load_run(folder: Path) -> Run:
 
 
 def _run(name: str, config: Config, checkpoint: dict[str, Any], summary: dict[str, Any]) -> Run:
-    weights, averaged = weights_of(checkpoint)
+    (weights, averaged), about = weights_of(checkpoint), checkpoint["flashtrain"]
     return Run(
         id=name,
         config=config,
-        step=int(checkpoint["flashtrain"]["step"]),
+        step=int(about["step"]),
         weights=weights,
         averaged=averaged,
-        corpus=checkpoint["flashtrain"]["identity"]["corpus_fingerprint"],
+        corpus=about["identity"]["corpus_fingerprint"],
+        about=about,
         summary=summary,
     )

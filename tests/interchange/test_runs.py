@@ -229,6 +229,20 @@ class TestIn:
             in (tmp_path / "runs" / "second" / "train.log").read_text()
         )
 
+    def test_the_vocabulary_of_another_run_is_refused_too_though_it_is_as_large(self, command, their_folder, tmp_path):
+        one, other = their_folder("llama"), their_folder("llama", name="other")
+        file = other / "tokenizer.json"
+        file.write_text(file.read_text().replace('"a": 97', '"a": 98').replace('"b": 98', '"b": 97'))
+        assert run(command(one, "run_id=first", *STILL), []) == 0
+        # The shape of the folder, the weights of the run, and `how` to read.
+        for name, how, code in (("second", other, 1), ("third", "bytes", 0), ("fourth", one, 0)):
+            config = command(one, f"run_id={name}", f"model.tokenizer={how}", *STILL)
+            config = replace(config, model=replace(config.model, init_from="first"))
+            assert run(config, []) == code
+        told = (tmp_path / "runs" / "second" / "train.log").read_text()
+        assert f"was trained with tokenizer {str(one)!r}, which gives other ids than {str(other)!r}" in told
+        assert f"write model.tokenizer={one}" in told
+
     def test_the_same_vocabulary_under_another_name_passes(self, command, make_folder):
         folder = make_folder("llama", vocab_size=50_300)
         write_tokenizer(Gpt2Tokenizer(), folder, 64)
