@@ -10,12 +10,12 @@ import torch
 
 from flashtrain.attention import Causal, Mask, SlidingWindow, lower
 from flashtrain.config.hugging_face import is_hugging_face_folder
-from flashtrain.data.tokenizers import Tokenizer, load_tokenizer
-from flashtrain.interchange.loading import read
+from flashtrain.data.tokenizers import Tokenizer
+from flashtrain.interchange.loading import own_tokenizer, read
 from flashtrain.models.decoding import decoding_attention
 from flashtrain.models.generate import PlanFor
 from flashtrain.models.gpt import GPT
-from flashtrain.models.longer import reach
+from flashtrain.models.longer import reach, ways_to_extend
 from flashtrain.training.extension import TABLE, Extension, Trained, extended, fit_positions
 from flashtrain.training.language import mask_of
 from flashtrain.training.visibility import LayerMasks, Plans
@@ -71,7 +71,8 @@ def load_reader(path: Path, seq_len: int | None, how: Extension | None, device: 
 
 
 def _from_run(run: Run, seq_len: int | None, how: Extension | None, device: torch.device) -> Reader:
-    tokenizer, trained = load_tokenizer(run.config.tokenizer), Trained(run.config.model, run.config.seq_len)
+    tokenizer = own_tokenizer(run.config.tokenizer, run.about, run.id)
+    trained = Trained(run.config.model, run.config.seq_len)
     config = extended(run.config, seq_len or trained.seq_len, how)
     weights = {name: tensor.to(torch.float32, copy=True) for name, tensor in run.weights.items()}
     rows = len(weights["token_embedding.weight"])
@@ -96,11 +97,14 @@ def _from_hugging_face(path: Path, seq_len: int | None, how: Extension | None, d
     model, trained = loaded.model, Trained(loaded.model.config, loaded.model.seq_len)
     if loaded.tokenizer is None:
         raise ValueError(f"{path}: has no tokenizer; put its tokenizer.json beside config.json")
-    if how is not None or (seq_len or 0) > reach(trained.model, trained.seq_len):
+    wanted, known = seq_len or trained.seq_len, int(reach(trained.model, trained.seq_len))
+    if wanted > known:
+        ways = ways_to_extend(trained.model, trained.seq_len, wanted).replace("<run>", str(path))
         raise ValueError(
-            f"{path}: its positions reach {trained.seq_len} tokens; to extend it, make it a run of ours first with "
-            f"model.init_from={path}"
+            f"{path}: its positions reach {known} tokens; to extend it, make it a run of ours first: {ways}"
         )
+    if how is not None:
+        raise ValueError(f"--extend {how}: {path} reaches {wanted} tokens as it is; leave --extend out")
     model.seq_len = min(seq_len or trained.seq_len, trained.seq_len)
     model.attend_by(decoding_attention)
     mask: Mask = Causal() if loaded.window is None else Causal() & SlidingWindow(loaded.window - 1, 0)

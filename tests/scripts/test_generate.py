@@ -11,6 +11,7 @@ from measuring.reading import load_reader
 from measuring.text_stream import TextStream
 
 from flashtrain.data.tokenizers import ByteTokenizer
+from flashtrain.interchange.tokenizer_files import write_tokenizer
 from flashtrain.models.graphed import why_not
 
 from .conftest import train_run
@@ -84,6 +85,15 @@ def test_what_does_not_fit_the_context_is_refused_with_the_ways_to_extend(rotary
     assert texts(capfd, learned, "--context", 32, "--max-tokens", 20)
 
 
+def test_a_run_whose_tokenizer_has_become_another_is_refused(folder, tmp_path, capfd):
+    write_tokenizer(ByteTokenizer(), tmp_path, 64)
+    own = fit(folder, "own", f"model.tokenizer={tmp_path}", "trainer.max_steps=1")
+    assert texts(capfd, own, "the cat", "--max-tokens", 3)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"a": 97', '"a": 98').replace('"b": 98', '"b": 97'))
+    assert "is not the one that the run was trained with" in refusal(capfd, own, "the cat", "--max-tokens", 3)
+
+
 def test_block_sparse_layers_write_the_same_with_and_without_the_cache(folder, capfd):
     sparse = fit(
         folder, "sparse", "seq_len=256", "attention=block_sparse", "attention.layout.name=window_sinks",
@@ -124,4 +134,7 @@ def test_a_hugging_face_folder_writes_too(tmp_path, capfd):
     text = texts(capfd, *asked)
     assert len(text.split()) >= 20
     assert texts(capfd, *asked, "--no-cache") == text
-    assert "make it a run of ours first" in refusal(capfd, *asked, "--context", 64, "--extend", "yarn")
+    told = refusal(capfd, *asked, "--context", 64, "--extend", "yarn")
+    assert "its positions reach 24 tokens; to extend it, make it a run of ours first" in told
+    assert f"model.init_from={tmp_path} seq_len=64" in told and "model.rope_scaling.rule=linear, ntk, yarn" in told
+    assert "reaches 24 tokens as it is; leave --extend out" in refusal(capfd, *asked, "--extend", "yarn")
