@@ -58,6 +58,13 @@ def test_yarn_follows_its_own_borders(make_gpt):
     torch.testing.assert_close(scaled_frequencies(64, 10_000.0, scaling, CPU).float(), expected, rtol=3e-6, atol=0)
 
 
+def test_llama3_follows_its_own_borders():
+    keys = {"factor": 8.0, "original_max_position_embeddings": TRAINED, "low_freq_factor": 2.0, "high_freq_factor": 9.0}
+    expected, _ = theirs("llama3", 64, 10_000.0, **keys)
+    scaling = RopeScalingConfig("llama3", 8.0, TRAINED, low_freq_factor=2.0, high_freq_factor=9.0)
+    torch.testing.assert_close(scaled_frequencies(64, 10_000.0, scaling, CPU).float(), expected, rtol=3e-6, atol=0)
+
+
 def test_yarn_sharpens_attention_in_the_model(make_gpt):
     seen = []
 

@@ -15,6 +15,8 @@ from flashtrain.training.language import LanguageTask
 from flashtrain.training.run import run
 from flashtrain.training.warm_start import warm_start
 
+from .conftest import figures
+
 LEARNED = ("model.positions=learned", "trainer.max_steps=1")
 LONGER = ("model.init_from=short", "run_id=long", "seq_len=64")
 
@@ -75,6 +77,19 @@ def test_nothing_chosen_is_an_error_that_offers_the_ways(short, make_config, tmp
 def test_rotary_positions_reach_as_far_as_is_chosen(short, make_config, choice):
     short()
     assert run(make_config("trainer.max_steps=1", *LONGER, *choice), []) == 0
+
+
+def test_an_extended_run_begins_with_short_pieces_if_asked_to(short, make_config, tmp_path):
+    short()
+    scaling = ("model.rope_scaling.rule=yarn", "model.rope_scaling.factor=2", "model.rope_scaling.original_seq_len=32")
+    growing = ("schedule.length_steps=4", "schedule.first_length=16", "trainer.max_steps=6", "trainer.sample_tokens=0")
+    losses = {}
+    for name, changes in (("long", growing), ("whole", growing[2:])):
+        assert run(make_config(*LONGER, *scaling, *changes, f"run_id={name}"), []) == 0
+        losses[name] = [row[1:3] for row in figures(tmp_path / "runs" / name)]
+    assert [tokens for tokens, _ in losses["long"]] == [tokens for tokens, _ in losses["whole"]]
+    # Two steps of 16 tokens and two of 32 with the stretched angles: other contexts than whole rows have.
+    assert all(one != other for (_, one), (_, other) in zip(losses["long"], losses["whole"], strict=True))
 
 
 def test_a_factor_that_is_too_small_is_refused(short, make_config, tmp_path):
