@@ -3,10 +3,10 @@
     python scripts/planted_faults.py            # all, about seven minutes
     python scripts/planted_faults.py rescaled   # those whose name contains a word
 
-They lie in the attention kernels and their work lists (`faults`), in training steps (`faults_training`), and in what
-several processes do together (`faults_several_gpus`). Each is one replacement in a temporary copy of the package; the
-repository itself is not touched. Exit code 1 if a fault survives: if one of the tests that are named with it stays
-green.
+They lie in the attention kernels and their work lists (`faults`), in models (`faults_models`), in training steps
+(`faults_training`), and in what several processes do together (`faults_several_gpus`). Each is one replacement in a
+temporary copy of the package; the repository itself is not touched. Exit code 1 if a fault survives: if one of the
+tests that are named with it stays green.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import time
 from pathlib import Path
 
 import faults
+import faults_models
 import faults_several_gpus
 import faults_training
 from faults import Fault
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, TESTS = "flashtrain", "tests"
-FAULTS = [*faults.FAULTS, *faults_training.FAULTS, *faults_several_gpus.FAULTS]
+FAULTS = [*faults.FAULTS, *faults_models.FAULTS, *faults_training.FAULTS, *faults_several_gpus.FAULTS]
 
 
 def survives(fault: Fault) -> tuple[bool, str]:
