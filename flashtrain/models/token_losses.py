@@ -23,7 +23,7 @@ def token_losses(
     """
     counted = targets != IGNORE
     wanted, states = targets[counted], hidden[counted]
-    losses = torch.zeros(targets.shape, device=hidden.device)
+    losses = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
     right = torch.zeros_like(counted)
     found = [
         _of_chunk(s, head_weight, t)
