@@ -117,6 +117,10 @@ def _length(config: Config) -> Iterator[str]:
         yield f"data.recall_share={config.data.recall_share}: seq_len={config.seq_len} has no room for a task; write 0"
     if config.trainer.val_by_position and config.task != "language":
         yield "trainer.val_by_position=true: is for task=language; write false"
+    if config.trainer.val_recall and config.task != "language":
+        yield "trainer.val_recall=true: is for task=language; write false"
+    elif config.trainer.val_recall and config.seq_len < 4:
+        yield f"trainer.val_recall=true: seq_len={config.seq_len} has no room for a task; write false"
     if schedule.length_steps and config.task != "language":
         yield f"schedule.length_steps={schedule.length_steps}: is for task=language; write 0"
     elif schedule.length_steps and schedule.first_length < 1:

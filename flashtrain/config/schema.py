@@ -265,6 +265,7 @@ class TrainerConfig:
     peak_tflops: float | None
     cuda_graph: Literal["auto", True, False] = "auto"
     val_by_position: bool = False
+    val_recall: bool = False
     strategy: Literal["ddp", "fsdp"] = "ddp"
     shard: int | None = None
     checkpoint_format: Literal["single", "sharded"] = "single"

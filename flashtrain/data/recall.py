@@ -132,6 +132,11 @@ def any_task(tokenizer: Tokenizer, length: int, seed: int) -> Example:
     return associative_recall(tokenizer.vocab_size, length, seed)
 
 
+def spread_depths(count: int) -> list[float]:
+    """So many depths of a passkey, spread evenly from 0 to 1."""
+    return [index / max(1, count - 1) for index in range(count)]
+
+
 def shortest_passkey(tokenizer: Tokenizer) -> int:
     """Tokens of a passkey without any text around it; more than any number of five digits needs."""
     text = (_NEEDLE + _QUESTION + _ANSWER).format("9" * _DIGITS)

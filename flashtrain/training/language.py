@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader
 from flashtrain.attention import Causal, Documents, Mask, SlidingWindow, attention
 from flashtrain.config import Config, format_size
 from flashtrain.data.batch import IGNORE, Batch
+from flashtrain.data.recall import shortest_passkey
+from flashtrain.data.recall_batches import RecallBatch
 from flashtrain.interchange.loading import check_same_vocabulary
 from flashtrain.models.generate import generate
 from flashtrain.models.gpt import GPT
@@ -24,6 +27,7 @@ from flashtrain.models.token_losses import token_losses
 from flashtrain.training.by_position import LossByPosition
 from flashtrain.training.distributed.context import SharedSequences
 from flashtrain.training.distributed.processes import ALONE, Processes
+from flashtrain.training.recall_hits import RecallHits
 from flashtrain.training.seeds import fold_seed
 from flashtrain.training.task import Task
 from flashtrain.training.text import TextData
@@ -47,6 +51,8 @@ class LanguageTask(Task):
         self.masks = LayerMasks(config, mask_of(config), positional=True)
         # Collects the losses of a validation by position, where the run wants them.
         self.by_position: LossByPosition | None = None
+        # Collects what it finds again of the recall tasks.
+        self.recall: RecallHits | None = None
 
     def to_device(self, batch: Any, into: Any = None) -> Any:
         return super().to_device(batch if self.shared is None else self.shared.own(batch), into)
@@ -70,12 +76,20 @@ class LanguageTask(Task):
         return total
 
     def measure(self, batch: Batch) -> Tensor:
+        if isinstance(batch, RecallBatch):
+            assert self.recall is not None, "whoever reads recall tasks collects their hits"
+            _, right = self._token_losses(batch)
+            self.recall.add(right, batch.targets, batch.tasks)
+            return torch.zeros(1, device=self.device)
         if self.by_position is None:
             return self.loss_sum(batch)[None]
-        chunk = self.config.memory.loss_chunk_tokens
-        losses, _ = token_losses(self._hidden(batch), self.model.head_weight, batch.targets, chunk_tokens=chunk)
+        losses, _ = self._token_losses(batch)
         self.by_position.add(losses, batch.targets, batch.positions)
         return losses.double().sum()[None]
+
+    def _token_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        chunk = self.config.memory.loss_chunk_tokens
+        return token_losses(self._hidden(batch), self.model.head_weight, batch.targets, chunk_tokens=chunk)
 
     def _hidden(self, batch: Batch) -> Tensor:
         plans = self.plan(batch)
@@ -122,15 +136,20 @@ class LanguageWork:
         return self.text.train_loader(first_step)
 
     def validate(self, last: bool) -> dict[str, float] | None:
-        bins: LossByPosition | None = None
+        collectors, batches = list[LossByPosition | RecallHits](), [self.text.validation(last)]
         if self.config.trainer.val_by_position:
-            bins = self.task.by_position = LossByPosition(self.config.seq_len, self.task.device)
-        figures = self.task.validate(self.text.validation(last))
+            self.task.by_position = LossByPosition(self.config.seq_len, self.task.device)
+            collectors.append(self.task.by_position)
+        if self.config.trainer.val_recall:
+            self.task.recall = RecallHits(self.task.device)
+            collectors.append(self.task.recall)
+            batches.append(self.text.recall())
+        figures = self.task.validate(itertools.chain(*batches))
         if figures is not None:
             figures["val_perplexity"] = perplexity(figures["val_loss"])
-            if bins is not None:
-                self.task.replicas.total(bins.sums)
-                figures |= bins.figures()
+            for collector in collectors:
+                self.task.replicas.total(collector.sums)
+                figures |= collector.figures()
         return figures
 
     def facts(self) -> dict[str, Any]:
@@ -145,11 +164,15 @@ class LanguageWork:
         parameters = f"{counts['total'] / 1e6:.1f}M parameters"
         if counts["without_position_table"] != counts["total"]:
             parameters += f" ({counts['without_position_table'] / 1e6:.1f}M without the position table)"
-        return [
+        lines = [
             f"model {config.model.name}: {parameters}, seq_len {config.seq_len} ({format_size(config.seq_len)})",
             f"data {corpus.description['name']}: {corpus.train.num_tokens:,} tokens to train on, "
             f"{corpus.val.num_tokens:,} held out, tokenizer {self.text.tokenizer.name}",
         ]
+        needed = shortest_passkey(self.text.tokenizer)
+        if config.trainer.val_recall and config.seq_len < needed:
+            lines.append(f"val_recall_passkey stays empty: seq_len={config.seq_len}, and a passkey takes {needed}")
+        return lines
 
     def after_validation(self, step: int, show: Callable[[int, str, str], None]) -> None:
         """A sample of the model's text."""

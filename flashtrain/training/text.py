@@ -13,6 +13,7 @@ from flashtrain.data.ngram import byte_trigram_loss
 from flashtrain.data.order import WHOLE, Share
 from flashtrain.data.packing import pack
 from flashtrain.data.prepare import prepare
+from flashtrain.data.recall_batches import RecallBatch, recall_batches
 from flashtrain.data.short_first import ShortFirst
 from flashtrain.data.stream import StepBatches, validation_batches
 from flashtrain.data.tokenizers import load_tokenizer
@@ -74,6 +75,13 @@ class TextData:
         """
         limit = None if last and self.has_yardstick else max(1, self.config.trainer.val_tokens // self.val_seq_len)
         return validation_batches(self.val, self.config.sequences_per_micro_batch, limit=limit)
+
+    def recall(self) -> Iterator[RecallBatch]:
+        """Recall tasks as long as the training sequences, always the same ones."""
+        config = self.config
+        return recall_batches(
+            self.tokenizer, config.seq_len, config.sequences_per_micro_batch, config.data.document_borders
+        )
 
     @property
     def has_yardstick(self) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from flashtrain.config import Config, to_dict
+from flashtrain.training import recall_hits
 from flashtrain.training.by_position import columns
 from flashtrain.training.run_folder import RunFolder, write_atomically
 
@@ -48,7 +49,10 @@ class Tracker(Protocol):
 
 def build_trackers(config: Config, folder: RunFolder, resumed_step: int | None) -> list[Tracker]:
     """The trackers of a run; `resumed_step` is where a resumed run goes on, and what came after it is cut."""
-    more = columns(config.seq_len) if config.trainer.val_by_position else []
+    more = [
+        *(columns(config.seq_len) if config.trainer.val_by_position else ()),
+        *(recall_hits.COLUMNS if config.trainer.val_recall else ()),
+    ]
     trackers: list[Tracker] = [CsvTracker(folder.metrics, resumed_step, (*COLUMNS, *more))]
     if config.logger.name == "wandb":
         trackers.append(WandbTracker(config, folder))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtrain.data.batch import IGNORE
 from flashtrain.data.prepare import prepare
-from flashtrain.data.recall import Example, associative_recall, induction, passkey, shortest_passkey
+from flashtrain.data.recall import Example, associative_recall, induction, passkey, shortest_passkey, spread_depths
 from flashtrain.models.token_losses import token_losses
 from flashtrain.training.by_position import LossByPosition
 from measuring.reading import Reader
@@ -176,7 +176,7 @@ def passkey_grid(
     """For each length and depth how often the whole number is found: what greedy decoding would write."""
     if depths < 1 or repeats < 1:
         raise ValueError(f"--depths {depths} and --repeats {repeats}: must be at least 1")
-    places, rows = [index / max(1, depths - 1) for index in range(depths)], []
+    places, rows = spread_depths(depths), []
     for length, depth in progress([(length, depth) for length in lengths for depth in places], "passkey"):
         seeds = [hash_of(seed, length, round(1000 * depth), number) for number in range(repeats)]
         found = judge.examples([passkey(judge.reader.tokenizer, length, depth, each) for each in seeds])

@@ -69,11 +69,13 @@ def test_every_key_of_the_schema_is_explained_in_the_yaml():
         ("trainer.context=2", "trainer.context=2"),
         ("task=classification", "images=null: task=classification needs it"),
         ("images=pathfinder", "images: a section for task=classification"),
+        (("experiment=pathfinder32", "trainer.val_recall=true"), "trainer.val_recall=true: is for task=language"),
+        (("seq_len=3", "trainer.val_recall=true"), "trainer.val_recall=true: seq_len=3 has no room"),
     ],
 )
 def test_a_combination_that_cannot_work_is_refused_by_name(override, told):
     with pytest.raises(ConfigError) as error:
-        build(composed(override))
+        build(composed(*([override] if isinstance(override, str) else override)))
     assert told in str(error.value)
 
 

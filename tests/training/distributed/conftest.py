@@ -90,7 +90,7 @@ def check_equal(alone: Path, together: Path, step: int, tolerance: float = 1e-9)
     rows = zip(metrics(alone), metrics(together), strict=True)
     for one, other in rows:
         assert (one["step"], one["tokens"]) == (other["step"], other["tokens"])
-        losses = [name for name in one if "loss" in name or name == "grad_norm"]
+        losses = [name for name in one if "loss" in name or "recall" in name or name == "grad_norm"]
         for name in losses:
             expected = one[name] and pytest.approx(float(one[name]), rel=tolerance)
             assert (other[name] and float(other[name])) == expected, name

@@ -90,6 +90,19 @@ def test_the_loss_by_position_counts_each_token_once(make_config, ranks, tmp_pat
     check_equal(tmp_path / "runs" / "alone", tmp_path / "runs" / "together", 4, 1e-4)
 
 
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "context_parallel"])
+def test_recall_counts_each_asked_token_once(how, make_config, ranks, tmp_path, float64):
+    # Batches of three rows, the last of which is filled up.
+    changes = [*SHORT, "trainer.val_recall=true", "attention.backend=standard", "seq_len=256"]
+    changes += ["trainer.batch_tokens=1536", "trainer.micro_batch_tokens=768", "optimizer.lr=0.01"]
+    assert run(make_config(*changes, "run_id=alone"), []) == 0
+    together = make_config(*changes, f"trainer={how}", "trainer.devices=2", "run_id=together")
+    assert ranks(2).call(train, together, []) == [0, 0]
+    check_equal(tmp_path / "runs" / "alone", tmp_path / "runs" / "together", 4)
+    last = metrics(tmp_path / "runs" / "together")[-1]
+    assert all(float(last[name]) > 0 for name in last if "recall" in name), last
+
+
 def test_all_processes_leave_one_log_and_one_folder(make_config, ranks, tmp_path):
     together = make_config(*SHORT, "trainer.devices=2", "run_id=together")
     assert ranks(2).call(train, together, []) == [0, 0]
