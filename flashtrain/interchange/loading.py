@@ -20,6 +20,7 @@ from flashtrain.interchange import stored
 from flashtrain.interchange.tensors import Tensors
 from flashtrain.interchange.weights import PREFIX, parts
 from flashtrain.models.gpt import GPT
+from flashtrain.models.longer import reach
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def load(path: str | Path) -> tuple[GPT, Tokenizer | None]:
     """The language model at `path`, and its tokenizer.
 
     `model(tokens)` gives hidden states and `model.logits(hidden)` the logits; attention is causal, within the window
-    that the model was trained with.
+    that the model was trained with. More tokens than its positions reach are refused.
 
     Args:
         path: `runs/<run_id>`, a checkpoint file, or a folder with config.json and safetensors (gpt2, llama, mistral,
@@ -212,6 +213,7 @@ def _model(config: ModelConfig, weights: dict[str, Tensor], seq_len: int, attend
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise ValueError(f"the weights are not those of the stored configuration: {error}") from error
+    model.longest = reach(config, seq_len)
     return model.eval()
 
 

@@ -141,6 +141,8 @@ class GPT(nn.Module):
 
     Attributes:
         checkpoint_blocks: what each block computes again in the backward pass instead of keeping it; True is full.
+        longest: tokens of the longest sequence that is read without a learned table; a loaded model's is what its
+            positions reach, that of others has no end.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, attend: Attend):
@@ -148,6 +150,7 @@ class GPT(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.seq_len = seq_len
+        self.longest = math.inf
         self.head_dim = Dimensions.of(config).head_dim
         self.checkpoint_blocks: Recompute | bool = False
         self.token_embedding = nn.Embedding(vocab_size, config.hidden_size)
@@ -189,7 +192,8 @@ class GPT(nn.Module):
             [batch, seq, hidden_size].
 
         Raises:
-            ValueError: the sequence is longer than the learned position table, or the number of plans is wrong.
+            ValueError: the sequence is longer than the learned position table or `longest`, or the number of plans is
+                wrong.
         """
         x, turn = self._embed(tokens, positions)
         return self.final_norm(run_blocks(self.blocks, x, plan, turn, recompute=self.checkpoint_blocks))
@@ -283,13 +287,16 @@ class GPT(nn.Module):
         length = tokens.shape[1] if length is None else length
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
+        # On a GPU a look-up beyond a table would be an asynchronous device-side assert.
+        learned = self.position_embedding is not None
+        known = self.seq_len if learned else self.longest
+        if length > known:
+            what = "learned position table of" if learned else "positions, which reach"
+            raise ValueError(
+                f"a sequence of {length} tokens does not fit the {what} {known:.0f}: "
+                f"{ways_to_extend(self.config, self.seq_len, length)}"
+            )
         if self.position_embedding is not None:
-            # On a GPU a look-up beyond the table would be an asynchronous device-side assert.
-            if length > self.seq_len:
-                raise ValueError(
-                    f"a sequence of {length} tokens does not fit the learned position table of {self.seq_len}: "
-                    f"{ways_to_extend(self.config, self.seq_len, length)}"
-                )
             x = x + self.position_embedding(positions)
         frequencies = self.frequencies(tokens.device) if frequencies is None else frequencies
         if frequencies is not None:

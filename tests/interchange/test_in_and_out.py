@@ -15,6 +15,7 @@ from flashtrain.data.tokenizers import ByteTokenizer, Gpt2Tokenizer, load_tokeni
 from flashtrain.interchange import load, read, save
 from flashtrain.interchange.tokenizer_files import write_tokenizer
 from flashtrain.interchange.weights import parts
+from flashtrain.models.cache import Cache
 
 from .conftest import KINDS, VOCAB, transformers
 
@@ -47,6 +48,26 @@ def test_logits_agree_on_both_ways_and_after_a_training_step_on_both_sides(make_
         assert (after - before).abs().max() > 1e-2
         assert (model.logits(model(tokens)) - after).abs().max() < 1e-4
         assert (back(tokens).logits - after).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "known", "way"),
+    [
+        ("gpt2", 64, "model.position_extension=duplicate"),
+        ("llama", 64, "model.rope_scaling.rule=linear"),
+        ("llama stretched", 256, "model.rope_scaling.rule=linear"),
+    ],
+)
+def test_more_tokens_than_the_positions_reach_are_refused_with_the_ways_to_extend(make_folder, kind, known, way):
+    model, _ = load(make_folder(kind))
+    tokens, cache = torch.ones(1, known + 1, dtype=torch.int64), Cache(2, 2 * known)
+    with torch.no_grad():
+        assert model(tokens[:, 1:]).shape == (1, known, 32)
+        with pytest.raises(ValueError, match=f"a sequence of {known + 1} tokens .* {known}: .*{way}"):
+            model(tokens)
+        model.read(tokens[:, 1:], cache)
+        with pytest.raises(ValueError, match=f"a sequence of {known + 1} tokens .* {known}: .*{way}"):
+            model.read(tokens[:, :1], cache)
 
 
 @pytest.mark.parametrize("kind", KINDS)
