@@ -259,6 +259,13 @@ FAULTS = [
         "enumerate(batches)",
         (f"{SHARES}::test_the_shares_of_a_step_are_the_step_of_one_process",),
     ),
+    Fault(
+        "shares: recall tasks by the row of a micro-batch",
+        WITH_RECALL,
+        "(self.seed, step, row))",
+        "(self.seed, step, row - first))",
+        ("data/test_with_recall.py::test_a_step_has_the_same_tasks_however_it_is_cut_and_shared",),
+    ),
     # Slurm.
     Fault(
         "slurm: processes meet at the job's first machine",

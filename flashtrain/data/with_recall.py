@@ -38,13 +38,13 @@ class WithRecall:
         return [self._mixed(batch, step, number) for number, batch in enumerate(batches, self.rank * len(batches))]
 
     def _mixed(self, batch: Batch, step: int, number: int) -> Batch:
-        draw = np.random.default_rng((self.seed, step, number))
-        chosen = np.flatnonzero(draw.random(len(batch.tokens)) < self.share).tolist()
-        if not chosen:
+        seeds = self._seeds(step, number * len(batch.tokens), len(batch.tokens))
+        if not seeds:
             return batch
+        chosen = list(seeds)
         tokens, targets, length = batch.tokens.clone(), batch.targets.clone(), batch.tokens.shape[1]
-        for row in chosen:
-            task = any_task(self.tokenizer, length, int(draw.integers(2**31)))
+        for row, seed in seeds.items():
+            task = any_task(self.tokenizer, length, seed)
             tokens[row], targets[row] = torch.from_numpy(task.tokens), torch.from_numpy(task.targets)
         counted = int((targets != IGNORE).sum())
         mixed = replace(batch, tokens=tokens, targets=targets, num_targets=counted)
@@ -52,6 +52,11 @@ class WithRecall:
             return mixed
         positions = batch.positions.clone()
         positions[chosen] = torch.arange(length)
-        whole = set(chosen)
-        documents = tuple((length,) if row in whole else lengths for row, lengths in enumerate(batch.documents))
+        documents = tuple((length,) if row in seeds else lengths for row, lengths in enumerate(batch.documents))
         return replace(mixed, positions=positions, documents=documents)
+
+    def _seeds(self, step: int, first: int, count: int) -> dict[int, int]:
+        """Which of `count` rows are tasks, and the seed of each. `first`: rows of the step before them, by which they
+        draw: however a step is cut into micro-batches and shared, it has the same tasks."""
+        draws = [np.random.default_rng((self.seed, step, row)) for row in range(first, first + count)]
+        return {row: int(draw.integers(2**31)) for row, draw in enumerate(draws) if draw.random() < self.share}

@@ -37,3 +37,19 @@ def test_a_task_is_one_document():
     assert batch.documents == ((200,),) * 8
     assert torch.equal(batch.positions, torch.arange(200).repeat(8, 1))
     assert WithRecall(text, ByteTokenizer(), 0.0, seed=1).batches(1)[0].num_targets == 1600
+
+
+def test_a_step_has_the_same_tasks_however_it_is_cut_and_shared():
+    def rows(size, count, rank=0):
+        def batches(step):
+            tokens = torch.full((size, 200), step)
+            return [Batch(tokens.clone(), tokens.clone(), None, None, tokens.numel()) for _ in range(count)]
+
+        mixed = WithRecall(batches, ByteTokenizer(), 0.5, seed=1, rank=rank).batches(2)
+        return torch.cat([torch.stack((batch.tokens, batch.targets), dim=1) for batch in mixed])
+
+    whole = rows(16, 1)
+    assert 0 < int((whole[:, 0] != 2).any(1).sum()) < 16
+    assert torch.equal(rows(4, 4), whole)
+    assert torch.equal(torch.cat([rows(8, 1, rank) for rank in (0, 1)]), whole)
+    assert torch.equal(torch.cat([rows(2, 4, rank) for rank in (0, 1)]), whole)
