@@ -86,7 +86,7 @@ def grads_of(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> list[
 
 def needs_memory(gibibytes: int) -> None:
     if torch.cuda.get_device_properties(0).total_memory < gibibytes * 2**30:
-        pytest.skip(f"needs {gibibytes} GiB of GPU memory")
+        pytest.skip(f"needs {gibibytes} GiB of GPU memory: no smaller tensor has offsets beyond 32 bits")
 
 
 def test_the_last_of_a_batch_beyond_32_bits_is_right(device: torch.device) -> None:
