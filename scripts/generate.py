@@ -55,6 +55,7 @@ def parse() -> argparse.ArgumentParser:
     parser.add_argument("--prefill", type=parse_size, help="tokens of the prompt that are read at once (all)")
     parser.add_argument("--no-cache", action="store_true", help="read the whole context again for each token")
     parser.add_argument("--eager", action="store_true", help="no CUDA graph: launch each token's kernels one by one")
+    parser.add_argument("--compile", action="store_true", help="let torch.compile fuse each token's kernels first")
     parser.add_argument("--past-end", action="store_true", help="go on behind the end of the document")
     parser.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"),
                         help="of weights and arithmetic (auto: bfloat16 on a GPU)")  # fmt: skip
@@ -65,6 +66,8 @@ def parse() -> argparse.ArgumentParser:
 def write(reader: Reader, arguments: argparse.Namespace) -> None:
     """Stream the text to stdout, and what it took to stderr."""
     tokenizer, model = reader.tokenizer, reader.model
+    if arguments.compile and (arguments.eager or arguments.no_cache):
+        raise ValueError("--compile fuses steps of fixed shapes behind a cache: leave out --eager and --no-cache")
     text = arguments.prompt if arguments.prompt_file is None else arguments.prompt_file.read_text()
     prompt = tokenizer.encode(text).tolist() or [tokenizer.eod]
     require_room(reader, len(prompt), arguments.max_tokens)
@@ -78,7 +81,8 @@ def write(reader: Reader, arguments: argparse.Namespace) -> None:
         generator=torch.Generator().manual_seed(arguments.seed), plan_for=reader.plan_for,
         cached=not arguments.no_cache, block=reader.block, prefill_tokens=arguments.prefill,
         stop=None if arguments.past_end else tokenizer.eod,
-        graphed=reader.device.type == "cuda" and not (arguments.eager or arguments.no_cache),
+        graphed=arguments.compile or (reader.device.type == "cuda" and not (arguments.eager or arguments.no_cache)),
+        compiled=arguments.compile,
     ):  # fmt: skip
         times.append(time.perf_counter())
         if token < tokenizer.vocab_size:  # beyond it are rows of padding

@@ -71,10 +71,11 @@ def stream(
     prefill_tokens: int | None = None,
     stop: int | None = None,
     graphed: bool = False,
+    compiled: bool = False,
 ) -> Iterator[int]:
     """Continue a prompt; the same generator state gives the same tokens, with and without a cache.
 
-    Nothing compiled is used, since steps have their own lengths. Dropout is off meanwhile.
+    Nothing compiled is used but by `compiled`, since steps have their own lengths. Dropout is off meanwhile.
     The model's context is its last model.seq_len tokens. Once there are more, the context moves on by a token each
     time, every token in it has another position, and all of it is read again, as without a cache.
 
@@ -94,12 +95,14 @@ def stream(
         graphed: read the new tokens by steps of fixed shapes, each of which is one CUDA graph on a GPU; needs the cache
             and weights that stay where they are. Where that cannot be (`graphed.why_not`), or pays for too few tokens,
             the log says so.
+        compiled: let torch.compile fuse those steps, which pays for thousands of tokens; needs `graphed`.
 
     Yields:
         The new token ids.
 
     Raises:
-        ValueError: empty prompt, no tokens to read at once, graphed without a cache, or a step that no graph can hold.
+        ValueError: empty prompt, no tokens to read at once, graphed without a cache, compiled without graphed, or a
+            step that no graph can hold.
     """
     ids = [int(token) for token in prompt_ids]
     if not ids:
@@ -108,6 +111,10 @@ def stream(
         raise ValueError(f"prefill_tokens={prefill_tokens}: must be at least 1, or None for the whole prompt")
     if graphed and not cached:
         raise ValueError("graphed=True with cached=False: a graph reads a token behind a cache; take one of them out")
+    if compiled and not graphed:
+        raise ValueError(
+            "compiled=True with graphed=False: only steps of fixed shapes are compiled; give graphed=True too"
+        )
     sampling = sampling or Sampling()
     reader: _Reader = _Again(model, plan_for, block)
     if cached:
@@ -115,7 +122,7 @@ def stream(
         if graphed and capacity - len(ids) < FEWEST:
             graphed = False
             _log.info("no CUDA graph for fewer than %d tokens", FEWEST)
-        reader = _Cached(model, plan_for, block, capacity, prefill_tokens, reader, graphed)
+        reader = _Cached(model, plan_for, block, capacity, prefill_tokens, reader, graphed, compiled)
     was_training = model.training
     model.eval()
     try:
@@ -166,7 +173,7 @@ class _Cached:
     Args:
         capacity: tokens that the cache has to hold.
         again: reads what does not fit.
-        graphed: read single tokens by `OneToken`.
+        graphed: read single tokens by `OneToken`, compiled or not.
     """
 
     def __init__(
@@ -178,8 +185,10 @@ class _Cached:
         prefill_tokens: int | None,
         again: _Reader,
         graphed: bool,
+        compiled: bool,
     ) -> None:
-        self.model, self.plan_for, self.again, self.graphed = model, plan_for, again, graphed
+        self.model, self.plan_for, self.again = model, plan_for, again
+        self.graphed, self.compiled = graphed, compiled
         self.piece = piece_of(capacity, Dimensions.of(model.config).num_kv_heads) if graphed else 1
         self.cache = Cache(len(model.blocks), -(-capacity // self.piece) * self.piece)
         self.at_once = -(-(prefill_tokens or capacity) // block) * block
@@ -207,7 +216,7 @@ class _Cached:
                 self.graphed = False
                 _log.warning("tokens are read without a CUDA graph, which is slower: %s", reason)
                 return None
-            self._step = OneToken(self.model, self.cache, self.piece, plans)
+            self._step = OneToken(self.model, self.cache, self.piece, plans, self.compiled)
         return self._step
 
 

@@ -3,6 +3,7 @@
 A token behind a long context is little work in some four hundred kernels, which take the host longer to launch than a
 GPU to run. A graph launches them all at once, with the same arguments: so the token, its position and what follows from
 it lie on the device, and attention goes over the cache's whole memory, of which the plan hides what is not written yet.
+Shapes that stay the same can be compiled too, which leaves a third of the kernels.
 """
 
 import functools
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from flashtrain.attention import Plan
 from flashtrain.models.cache import Cache, FixedLayer
-from flashtrain.models.decoding import PieceBounds, decoding_attention
+from flashtrain.models.decoding import PieceBounds, Pieces, decoding_attention
 from flashtrain.models.dimensions import Dimensions
 from flashtrain.models.gpt import GPT, Attention
 
@@ -41,9 +42,11 @@ class OneToken:
         cache: whole pieces in capacity, with at least one token in it.
         piece: keys a piece.
         plans: of the model's layers, for which `why_not` has nothing to say.
+        compiled: let torch.compile fuse what lies between matrix products and attention, which takes it some ten
+            seconds at a model's first token.
     """
 
-    def __init__(self, model: GPT, cache: Cache, piece: int, plans: Sequence[Plan]) -> None:
+    def __init__(self, model: GPT, cache: Cache, piece: int, plans: Sequence[Plan], compiled: bool = False) -> None:
         device, sizes = model.head_weight.device, Dimensions.of(model.config)
         self.model, self.cache = model, cache
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -55,6 +58,7 @@ class OneToken:
         self._bounds = {
             left: PieceBounds(left, cache.capacity, piece, queries, device) for left in dict.fromkeys(self._lefts)
         }
+        self._compiled = torch.compile(self._logits, fullgraph=True) if compiled else None
         self._to_record = device.type == "cuda"
         self._repeat: Callable[[], Tensor] | None = None
 
@@ -73,11 +77,18 @@ class OneToken:
         self.cache.advance()
         return logits
 
-    @torch.no_grad()
     def _read(self) -> Tensor:
         """What is recorded: nothing in it waits for the device or depends on the length. Done twice it is as once."""
         pieces = {left: bounds.at(self._position) for left, bounds in self._bounds.items()}
         plans = [pieces[left] for left in self._lefts]
+        if self._compiled is None:
+            return self._logits(plans)
+        with torch.compiler.set_stance("default"):  # whoever reads other lengths beside it may have said force_eager
+            return self._compiled(plans)
+
+    @torch.no_grad()
+    def _logits(self, plans: list[Pieces]) -> Tensor:
+        """Those after the token, float32 [vocab]."""
         hidden = self.model.read_at(self._token, self._position, self._layers, plans, self._frequencies)
         return self.model.logits(hidden[0, 0]).float()
 

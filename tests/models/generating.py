@@ -23,11 +23,12 @@ def plan(queries, keys, device="cpu"):
 
 def run(
     model, prompt, count, seed=0, plan_for=plan, cached=True, block=1, prefill_tokens=None, stop=None, graphed=False,
-    **sampling,
+    compiled=False, **sampling,
 ):  # fmt: skip
     return generate(
         model, prompt, count, sampling=Sampling(**sampling), generator=torch.Generator().manual_seed(seed),
         plan_for=plan_for, cached=cached, block=block, prefill_tokens=prefill_tokens, stop=stop, graphed=graphed,
+        compiled=compiled,
     )  # fmt: skip
 
 

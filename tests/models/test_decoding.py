@@ -31,7 +31,13 @@ def make_gpt(make_gpt):
 
 
 @pytest.fixture
-def shapes(monkeypatch):
+def small_pieces(monkeypatch):
+    monkeypatch.setattr("flashtrain.models.decoding.PIECE", 8)
+    monkeypatch.setattr("flashtrain.models.decoding.SHORTEST", 8)
+
+
+@pytest.fixture
+def shapes(monkeypatch, small_pieces):
     """The shapes of the keys that attention gets, with pieces of 8 keys."""
     found = []
 
@@ -40,8 +46,6 @@ def shapes(monkeypatch):
         return attention(q, k, v, *rest, **options)
 
     monkeypatch.setattr("flashtrain.models.decoding.attention", watched)
-    monkeypatch.setattr("flashtrain.models.decoding.PIECE", 8)
-    monkeypatch.setattr("flashtrain.models.decoding.SHORTEST", 8)
     return found
 
 
@@ -72,6 +76,39 @@ def test_windows_of_each_layer_hold_at_fixed_shapes(make_gpt, shapes, seen, mode
     assert run(model, [1, 2, 3], 40, plan_for=SEEN[seen], graphed=True, **ANY) == plain
     assert shapes.count((6, 2 if modern else 4, 8)) == 2 * 39
     assert run(model, [1, 2, 3], 40, graphed=True, **ANY) != plain
+
+
+@pytest.fixture
+def compiled_graphs(monkeypatch):
+    """What torch.compile makes of the steps, run as it is: fusing is the library's affair, and slow."""
+    found = []
+
+    def counted(graph, inputs):
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.parametrize("parts", ["learned", "rope and grouped heads"])
+def test_compiled_steps_write_the_same_tokens_and_are_compiled_once(make_gpt, small_pieces, compiled_graphs, parts):
+    model = make_gpt(seq_len=36, **PARTS[parts])
+    for length in (3, 9):
+        plain = run(model, prompt_of(length), 40, cached=False, **ANY)
+        assert run(model, prompt_of(length), 40, graphed=True, compiled=True, **ANY) == plain
+    # One graph of the whole model, without a break; the second text has a cache as large as the first one's.
+    assert len(compiled_graphs) == 1
+    assert str(compiled_graphs[0].code).count("index_copy_") == 2 * 2  # keys and values of two layers
+
+
+def test_caches_of_any_size_share_what_was_compiled(make_gpt, small_pieces, compiled_graphs):
+    model = make_gpt(seq_len=200, modern=True)
+    for length in (3, 20, 180):
+        plain = run(model, prompt_of(length), 9)
+        assert run(model, prompt_of(length), 9, graphed=True, compiled=True) == plain
+    assert len(compiled_graphs) == 2  # for one size, and for any
 
 
 KERNELS = [
@@ -157,6 +194,8 @@ def test_where_there_is_no_graph_the_log_says_why_and_the_tokens_are_the_same(ma
     assert "autocast" in line
     with pytest.raises(ValueError, match="graphed=True with cached=False"):
         run(model, [1], 9, cached=False, graphed=True)
+    with pytest.raises(ValueError, match="compiled=True with graphed=False"):
+        run(model, [1], 9, compiled=True)
 
 
 @pytest.mark.parametrize("mask", [None, SlidingWindow(4), Causal() & layouts.butterfly(4)])
@@ -186,9 +225,10 @@ def replays(monkeypatch, caplog):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("modern", [False, True])
-def test_a_graph_writes_the_same_tokens(make_gpt, replays, seen, modern):
+def test_a_graph_writes_the_same_tokens(make_gpt, replays, seen, modern, compiled):
     model = make_gpt(modern=modern, seq_len=2048, hidden_size=256).cuda()
     options = {"plan_for": partial(SEEN[seen], device="cuda"), **ANY}
     # Across the border of a piece, which is 256 keys long here; the second text needs a graph of its own.
@@ -196,19 +236,20 @@ def test_a_graph_writes_the_same_tokens(make_gpt, replays, seen, modern):
         plain = run(model, prompt_of(length, seed=number), 60, cached=False, **options)
         assert len(set(plain[length:])) > 10
         replays.clear()
-        assert run(model, prompt_of(length, seed=number), 60, graphed=True, **options) == plain
+        assert run(model, prompt_of(length, seed=number), 60, graphed=True, compiled=compiled, **options) == plain
         assert len(replays) == 59
         assert run(model, prompt_of(length, seed=number), 60, **options) == plain
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("modern", [False, True])
-def test_logits_of_a_graph_are_those_of_steps_one_by_one_in_bfloat16(make_gpt, replays, modern):
+def test_logits_of_a_graph_are_those_of_steps_one_by_one_in_bfloat16(make_gpt, replays, modern, compiled):
     model = make_gpt(modern=modern, seq_len=1024, hidden_size=256).cuda().bfloat16().eval()
     tokens, caches = prompt_of(540), [Cache(2, 768) for _ in range(2)]
     for cache in caches:
         model.read(torch.tensor([tokens[:500]], device="cuda"), cache, plan(500, 500, "cuda"))
-    step = OneToken(model, caches[0], 256, [plan(1, 501, "cuda")] * 2)
+    step = OneToken(model, caches[0], 256, [plan(1, 501, "cuda")] * 2, compiled)
     for length, token in enumerate(tokens[500:], 501):
         found = step(token)
         hidden = model.read(torch.tensor([[token]], device="cuda"), caches[1], plan(1, length, "cuda"))
