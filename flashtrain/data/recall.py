@@ -123,7 +123,9 @@ def any_task(tokenizer: Tokenizer, length: int, seed: int) -> Example:
     draw = random.Random(f"task {seed}")
     kind = draw.choice(("passkey", "passkey", "associative", "induction"))
     if kind == "passkey" and length >= shortest_passkey(tokenizer):
-        return passkey(tokenizer, length, draw.random(), seed)
+        # One in twenty at the very beginning and as many at the very end, where a place drawn from all of a long text
+        # hardly ever is: what stands before all else, or has no text behind it, is a case of its own.
+        return passkey(tokenizer, length, min(max(draw.uniform(-0.05, 1.05), 0.0), 1.0), seed)
     if kind == "induction":
         # At any distance, short ones as often as long ones: always at the same one, a model learns where to look and
         # not what to look for.

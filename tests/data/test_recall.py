@@ -98,3 +98,19 @@ def test_mixed_tasks_are_of_the_length_asked_for_and_each_comes():
     assert all(
         len(any_task(tokenizer, length, seed).tokens) == length for length in (4, 5, 8, 40) for seed in range(30)
     )
+
+
+def test_passkeys_of_training_stand_anywhere_and_also_at_the_very_ends():
+    tokenizer, length = load_tokenizer("bytes"), 4096
+    places = []
+    for seed in range(600):
+        text = tokenizer.decode(any_task(tokenizer, length, seed).tokens)
+        if "number of the safe" in text:
+            places.append(text.index(" Mind this:"))
+    assert 240 < len(places) < 360
+    last = max(places)
+    assert last > length - 160
+    assert 6 <= places.count(0) <= 30
+    assert 6 <= places.count(last) <= 30
+    within = [place for place in places if 0 < place < last]
+    assert {4 * place // length for place in within} == {0, 1, 2, 3}
