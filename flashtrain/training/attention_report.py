@@ -96,19 +96,19 @@ class AttentionReport:
                 f"{layout.name} leaves nothing out at seq_len={self.masks.config.seq_len}: take attention=flash, a "
                 "longer seq_len, or let its blocks see fewer others"
             )
-        if self.masks.positional and (blind := _blind_behind(blocks)):
+        if blind := _hidden_by_the_rest(blocks, self.plans[layout]):
             yield (
-                f"{layout.name}: {blind} of {len(blocks.starts) - 1} blocks of queries see only blocks that come after "
-                "them, so nothing at all in a causal model; their output is 0"
+                f"{layout.name}: {blind} of {len(blocks.starts) - 1} blocks of queries (heads counted) see nothing at "
+                "all, since the blocks that they would see come after them or lie outside of attention.window; their "
+                "output is 0"
             )
 
 
-def _blind_behind(layout: BlockLayout) -> int:
-    """Blocks of queries, heads counted, all of whose blocks lie behind their last query."""
-    seen = layout.starts.diff() > 0
-    first = layout.blocks[layout.starts[:-1][seen]].long() * layout.block_k
-    row = torch.arange(len(seen))[seen] % layout.num_q_blocks
-    return int((first > ((row + 1) * layout.block_q - 1).clamp(max=layout.seq_q - 1)).sum())
+def _hidden_by_the_rest(layout: BlockLayout, plan: Plan) -> int:
+    """Blocks of queries, heads counted, that have blocks in the layout and none in the plan that joins other masks."""
+    assert plan.q_lists is not None
+    visited = plan.q_lists[: len(layout.starts)].diff().cpu()
+    return int(((visited == 0) & (layout.starts.diff() > 0)).sum())
 
 
 def _name(layout: LayoutConfig) -> str:

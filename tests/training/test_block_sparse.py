@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashtrain.attention import Causal, Full
+from flashtrain.attention import Causal, Full, SlidingWindow
 from flashtrain.config.build import ConfigError
 from flashtrain.data.batch import Batch
 from flashtrain.models.flops import model_flops
@@ -173,7 +173,24 @@ def test_blocks_that_see_nothing_of_the_past_are_told(make_config, tmp_path):
     sizes = [change for change in SPARSE if "window" not in change]
     config = make_config(*sizes, "attention.layout.name=from_mask", f"attention.layout.path={tmp_path / 'seen.npy'}")
     lines = list(AttentionReport(LayerMasks(config, Causal(), positional=True), "32-true", CPU).lines())
-    assert any("2 of 4 blocks of queries see only blocks that come after them" in line for line in lines)
+    assert any("from_mask: 2 of 4 blocks of queries (heads counted) see nothing at all" in line for line in lines)
+
+
+def test_blocks_whose_layout_lies_outside_of_the_window_are_told(make_config):
+    sizes = [change for change in SPARSE if "window" not in change]
+    alone = ("attention.layout.name=random_blocks", "attention.layout.density=1", "attention.layout.per_head=true")
+    for changes, told in (
+        (("attention.layout.density=0.0625", "attention.layout.seed=0"), True),
+        (("attention.layout.density=1",), False),
+    ):
+        config = make_config(*sizes, *alone, "attention.window=60", *changes)
+        masks = LayerMasks(config, Causal() & SlidingWindow(59), positional=True)
+        lines = [line for line in AttentionReport(masks, "32-true", CPU).lines() if "see nothing at all" in line]
+        assert len(lines) == told, lines
+        if told:
+            plan = masks.lower(1, 256, CPU)
+            blind = (~plan.dense()[0].any(-1)).view(2, 4, 64).all(-1).sum()
+            assert f"random_blocks: {blind} of 8 blocks" in lines[0] and "attention.window" in lines[0]
 
 
 @pytest.mark.parametrize(
