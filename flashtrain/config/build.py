@@ -87,6 +87,8 @@ def convert(value: Any, wanted: Any) -> Any:
     if origin is tuple:
         return _tuple(value, arguments)
     if dataclasses.is_dataclass(wanted):
+        if not isinstance(value, Mapping):  # an item of a list, which has no key that could be named
+            raise ValueError(f"{value!r} is no section: write {{{dataclasses.fields(wanted)[0].name}: ...}} for it")
         problems: list[str] = []
         section = _section(wanted, value, "", problems)  # type: ignore[arg-type]
         if problems:

@@ -89,10 +89,19 @@ def _place(key: str, layout: LayoutConfig, config: Config) -> Iterator[str]:
             f"{key}.block={layout.block}: seq_len={config.seq_len} is no longer than one block, so nothing could be "
             "left out; write a longer seq_len, a smaller block, or attention=flash"
         )
-    if layout.name == "tiles_2d" and config.task == "language":
-        yield f"{key}.name=tiles_2d: is for images; with task=language take local_global"
+    if layout.name == "tiles_2d" and (what := _no_images(config)):
+        yield f"{key}.name=tiles_2d: is for images; with {what} take local_global"
     if layout.name == "from_mask" and config.curriculum is not None:
         yield f"{key}.name=from_mask: a tensor is for one seq_len, and a curriculum has several; take another layout"
+
+
+def _no_images(config: Config) -> str | None:
+    """The key that makes this a run on text, or None where its tokens are pixels."""
+    if config.task == "language":
+        return "task=language"
+    if config.sequences is not None and config.sequences.source != "grey_images":
+        return f"sequences.source={config.sequences.source}"
+    return None
 
 
 def _layers(attention: AttentionConfig, num_layers: int) -> Iterator[str]:

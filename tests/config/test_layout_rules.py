@@ -85,6 +85,14 @@ def test_a_choice_of_layers_that_cannot_be_is_refused(override, told):
     assert told in str(error.value)
 
 
+def test_tiles_of_images_are_refused_where_tokens_are_no_pixels():
+    """4k is the square of 64: the layout could be made, of a text."""
+    tiles = ("attention.layout.name=tiles_2d", "sequences.path=folder")
+    with pytest.raises(ConfigError, match=r"name=tiles_2d: is for images; with sequences\.source=text take local_gl"):
+        sparse("experiment=lra_text", "seq_len=4k", *tiles)
+    assert sparse("experiment=lra_image", *tiles).attention.layouts[0].name == "tiles_2d"
+
+
 def test_a_block_as_long_as_the_sequence_is_refused():
     with pytest.raises(ConfigError, match=r"attention\.layout\.block=128: seq_len=128 is no longer than one block"):
         sparse("seq_len=128")
@@ -114,6 +122,10 @@ def test_all_problems_of_layouts_come_in_one_message():
         (["attention=block_sparse", "attention.layout=butterfly"], "give one of them, such as attention.layout.name="),
         (["attention=block_sparse", "attention.alternate_with=[{name: dens}]"], "did you mean dense?"),
         (["attention=block_sparse", "attention.alternate_with=[{name: fixed, strid: 2}]"], "did you mean 'stride'?"),
+        (
+            ["attention=block_sparse", "attention.alternate_with=[{name: dense}, butterfly]"],
+            "attention.alternate_with=[{'name': 'dense'}, 'butterfly']: 'butterfly' is no section: write {name: ...} for it",
+        ),
         (["attention.layout.window=4"], "no section attention.layout; choose one (attention=block_sparse)"),
         (["attention=sdpa", "attention.dense_every=2"], "no key attention.dense_every; choose one (attention=block_s"),
         (["-m", "attention.layout.window=2,4"], "this run has no section attention.layout"),
