@@ -124,7 +124,7 @@ def test_all_problems_of_layouts_come_in_one_message():
         (["attention=block_sparse", "attention.alternate_with=[{name: fixed, strid: 2}]"], "did you mean 'stride'?"),
         (
             ["attention=block_sparse", "attention.alternate_with=[{name: dense}, butterfly]"],
-            "attention.alternate_with=[{'name': 'dense'}, 'butterfly']: 'butterfly' is no section: write {name: ...} for it",
+            "attention.alternate_with=[{'name': 'dense'}, 'butterfly']: 'butterfly' is no section: write {name: ...}",
         ),
         (["attention.layout.window=4"], "no section attention.layout; choose one (attention=block_sparse)"),
         (["attention=sdpa", "attention.dense_every=2"], "no key attention.dense_every; choose one (attention=block_s"),
