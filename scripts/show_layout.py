@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=NAMES, help="a layout of flashtrain.attention.layouts")
     parser.add_argument("parameters", nargs="*", help="its own parameters, name=value")
-    parser.add_argument("--seq-len", type=sizes, default=16384, help="length, or queries,keys (16k)")
+    parser.add_argument("--seq-len", type=sizes, help="length, or queries,keys (16k; tiles_2d: height x width)")
     parser.add_argument("--block", type=sizes, default=128, help="64, 128 or 128,64 (128)")
     parser.add_argument("--causal", action="store_true", help="joined with Causal()")
     parser.add_argument("--window", type=int, help="joined with a causal window of so many tokens")
@@ -55,12 +55,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="PNG to write")
     arguments = parser.parse_args(argv)
     try:
+        for name, least in (("window", 1), ("heads", 1), ("head_dim", 1)):
+            if (value := getattr(arguments, name)) is not None and value < least:
+                raise ValueError(f"--{name.replace('_', '-')}={value}: give a number >= {least}")
         layout = build(arguments.name, arguments.parameters, arguments.seq_len, arguments.block)
+        if not layout.num_q_blocks or not layout.num_k_blocks:
+            raise ValueError(f"{layout}: without queries or keys there is nothing to draw; give longer lengths")
         if layout.heads not in (1, arguments.heads):
             raise ValueError(f"--heads={arguments.heads}: the layout has {layout.heads} heads")
         if not 0 <= arguments.head < layout.heads:
             raise ValueError(f"--head={arguments.head}: the layout has heads 0 to {layout.heads - 1}")
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     rest: Mask = Causal() if arguments.causal else Full()
     if arguments.window is not None:
@@ -70,18 +75,24 @@ def main(argv: list[str] | None = None) -> int:
     price = cost(plan, dense, arguments.heads, arguments.head_dim)
     lines = describe(layout, plan, price)
     print("\n".join(lines))
-    draw(layout, plan, arguments, lines)
+    try:
+        draw(layout, plan, arguments, lines)
+    except (OSError, ValueError) as error:  # a folder that cannot be written, a name that is no picture's
+        parser.error(f"--out={arguments.out}: {error}")
     return 0
 
 
 def sizes(text: str) -> int | tuple[int, ...]:
     """16k, or a pair such as 4k,16k."""
-    values = tuple(parse_size(part) for part in text.split(","))
+    try:
+        values = tuple(parse_size(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     return values[0] if len(values) == 1 else values
 
 
 def build(name: str, parameters: list[str], seq_len: Any, block: Any) -> BlockLayout:
-    """The layout `name` with its own parameters, texts such as "window=4".
+    """The layout `name` with its own parameters, texts such as "window=4"; a seq_len of None is 16k.
 
     Raises:
         ValueError: a parameter that the layout does not have, or a value that it does not take.
@@ -95,8 +106,13 @@ def build(name: str, parameters: list[str], seq_len: Any, block: Any) -> BlockLa
             raise ValueError(f"{parameter!r}: {name} takes {', '.join(f'{k}=...' for k in known)}")
         own[key] = torch.from_numpy(np.load(value)) if key == "visible" else parse(value)
     if "seq_len" in inspect.signature(function).parameters:
-        own["seq_len"] = seq_len
-    layout: BlockLayout = function(block=block, **own)
+        own["seq_len"] = 16384 if seq_len is None else seq_len
+    elif seq_len is not None:
+        raise ValueError(f"--seq-len={seq_len}: the length of {name} is height x width; leave it out")
+    try:
+        layout: BlockLayout = function(block=block, **own)
+    except (TypeError, IndexError, RuntimeError) as error:  # a value of another kind, such as tile=8
+        raise ValueError(f"{name} {' '.join(parameters)}: {error}") from error
     return layout
 
 

@@ -33,13 +33,9 @@ def test_every_layout_that_has_a_name_is_covered() -> None:
 def test_every_layout_becomes_a_picture(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "mask.npy", np.tril(np.ones((16, 16), bool)))
     own = [argument.format(folder=tmp_path) for argument in CALLS[name]]
+    length = [] if "--seq-len" in own or name == "tiles_2d" else ["--seq-len", "1k"]
     out = tmp_path / "new" / "layout.png"
-    assert (
-        show_layout.main(
-            [name, *own, *([] if "--seq-len" in own else ["--seq-len", "1k"]), "--block", "64", "--out", str(out)]
-        )
-        == 0
-    )
+    assert show_layout.main([name, *own, *length, "--block", "64", "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 5000
     assert "visible pairs" in capsys.readouterr().out
 
@@ -80,11 +76,21 @@ def test_the_picture_shows_full_and_partial_blocks_where_they_are() -> None:
         (["fixed", "--head", "1"], "--head=1"),
         (["from_mask", "visible=nothing.npy"], "nothing.npy"),
         (["spiral"], "invalid choice: 'spiral'"),
+        (["fixed", "--window", "0"], "--window=0: give a number >= 1"),
+        (["fixed", "--heads", "0"], "--heads=0"),
+        (["fixed", "--seq-len", "0"], "nothing to draw"),
+        (["fixed", "--seq-len", "1k,0"], "nothing to draw"),
+        (["fixed", "--seq-len", "16q"], "'16q': expected a size such as 16384, 16k"),
+        (["tiles_2d", "height=8", "width=8", "tile=8"], "tiles_2d height=8 width=8 tile=8: "),
+        (["tiles_2d", "height=8", "width=8", "--seq-len", "1k"], "--seq-len=1024: the length of tiles_2d is height"),
+        (["random_blocks", "density=abc"], "random_blocks density=abc: "),
+        (["fixed", "--seq-len", "256", "--out", "layout.nothing"], "--out=layout.nothing: Format 'nothing'"),
+        (["fixed", "--seq-len", "256", "--out", "/dev/null/layout.png"], "--out=/dev/null/layout.png: "),
     ],
 )
 def test_what_cannot_be_drawn_is_told(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        show_layout.main([*arguments, "--out", str(tmp_path / "x.png")])
+        show_layout.main([*arguments, *([] if "--out" in arguments else ["--out", str(tmp_path / "x.png")])])
     assert message in capsys.readouterr().err
