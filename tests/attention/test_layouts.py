@@ -189,6 +189,9 @@ AT_A_MILLION: dict[str, Callable[[], BlockLayout]] = {
     "bigbird": lambda: layouts.bigbird(2**20),
     "random_blocks": lambda: layouts.random_blocks(2**20, density=0.002),
     "from_function": lambda: layouts.from_function(lambda h, i, j: (i == j) & (h == 0), 2**20),
+    "bigbird_of_each_head": lambda: layouts.bigbird(2**20, heads=12),
+    "tiles_2d": lambda: layouts.tiles_2d(1024, 1024),
+    "tiles_2d_in_their_order": lambda: layouts.tiles_2d(1024, 1024, order="tile"),
 }
 
 
