@@ -10,6 +10,10 @@ from typing import Annotated, Literal
 
 Size = Annotated[int, "size"]
 Duration = Annotated[float, "duration"]
+# The names in flashtrain.data.pathfinder.PRESETS.
+PathfinderPreset = Literal[
+    "lra32", "lra64", "lra128", "lra256", "documented32", "documented64", "documented128", "documented256"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class ImagesConfig:
     source: Literal["pathfinder", "release", "npz"]
     path: str | None
     difficulty: Literal["curv_baseline", "curv_contour_length_9", "curv_contour_length_14"]
-    preset: str
+    preset: PathfinderPreset
     side: int | None
     contour_length: int | None
     distractor_count: int | None
@@ -199,7 +203,7 @@ class StageConfig:
     gate: float | None = None
     restart: RestartConfig | None = None
     pretrain: bool = False
-    preset: str | None = None
+    preset: PathfinderPreset | None = None
     side: int | None = None
     contour_length: int | None = None
     distractor_count: int | None = None

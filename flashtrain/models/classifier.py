@@ -95,7 +95,7 @@ class Classifier(nn.Module):
         seq_len: int,
     ):
         super().__init__()
-        _check(config, classifier, vocab_size, seq_len)
+        check_sizes(config, classifier, vocab_size, seq_len)
         hidden = config.hidden_size
         self.config, self.classifier, self.seq_len = config, classifier, seq_len
         self.head_dim = Dimensions.of(config).head_dim
@@ -242,8 +242,8 @@ class Classifier(nn.Module):
         _check_tile(self.tile, side)
 
 
-def _check(config: ModelConfig, classifier: ClassifierConfig, vocab_size: int | None, seq_len: int) -> None:
-    """Raise ValueError for a combination that cannot work."""
+def check_sizes(config: ModelConfig, classifier: ClassifierConfig, vocab_size: int | None, seq_len: int) -> None:
+    """Raise ValueError for a combination that cannot work; arguments as for `Classifier`."""
     positions, head_dim = classifier.positions, Dimensions.of(config).head_dim
     if vocab_size is not None:
         for key, value, instead in (

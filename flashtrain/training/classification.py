@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -21,9 +22,9 @@ from flashtrain.config.schema import ClassifierConfig, ImagesConfig
 from flashtrain.data.image_set import ImageSet, open_npz
 from flashtrain.data.images import FreshPathfinder, ImageBatch, ImageSource, ImageSteps, StoredImages, held_out_batches
 from flashtrain.data.order import WHOLE, Share
-from flashtrain.data.pathfinder import PathfinderSpec, prepare, spec_of
+from flashtrain.data.pathfinder import PathfinderSpec, generate, prepare, spec_of
 from flashtrain.data.release import open_release
-from flashtrain.models.classifier import Classifier
+from flashtrain.models.classifier import Classifier, check_sizes
 from flashtrain.training.checkpoints import Identity
 from flashtrain.training.curriculum import Progress, stage_config
 from flashtrain.training.image_task import ImageTask
@@ -79,7 +80,7 @@ class ClassificationWork:
         assert config.classifier is not None and config.images is not None
         self.config, self.classifier, self.images = config, config.classifier, config.images
         self.run_config, self.share = run_config or config, share
-        check_hiding(self.run_config)
+        check_stages(config, self.run_config)
         self.hiding = hiding_of(config.pretrain, math.isqrt(config.seq_len))
         self.train: ImageSource
         self.val: StoredImages
@@ -157,7 +158,6 @@ class ClassificationWork:
     def _generate(self, spec: PathfinderSpec) -> None:
         """Take generated images, fresh ones or a packed set."""
         images, targets = self.images, self.classifier.dense_classes > 0
-        self._check_side(spec.side)
         self.corpus = {
             "source": "pathfinder",
             "name": images.preset,
@@ -175,7 +175,7 @@ class ClassificationWork:
         """Take the training and the validation part of images from disk."""
         images = self.images
         found = images_from_disk(images, math.isqrt(self.config.seq_len), self.classifier.num_classes)
-        self._check_side(found.side)
+        check_side(self.config, found.side)
         if images.train_images is not None and images.train_images > found.train.length:
             raise ValueError(
                 f"images.train_images={images.train_images}: the training part of {found.name} has "
@@ -183,13 +183,6 @@ class ClassificationWork:
             )
         self.train, self.val = _first(found.train, images.train_images), _first(found.val, images.val_images)
         self.corpus = disk_corpus(images, found.name, found.fingerprint, found.train.length)
-
-    def _check_side(self, side: int) -> None:
-        if self.config.seq_len != side**2:
-            raise ValueError(
-                f"seq_len={self.config.seq_len}: images of {side} x {side} have {side**2} pixels, one token each; "
-                f"write seq_len={format_size(side**2)}"
-            )
 
     def _packed(self, spec: PathfinderSpec, split: str, count: int, targets: bool) -> StoredImages:
         packed = prepare(
@@ -199,12 +192,40 @@ class ClassificationWork:
         return StoredImages(packed.images, packed.labels, packed.targets)
 
 
-def check_hiding(run_config: Config) -> None:
-    """Raise ValueError now where a later stage would hide squares that its images cannot be divided into."""
-    stages = run_config.curriculum.stages if run_config.curriculum else ()
-    for number in range(len(stages)):
-        config = stage_config(run_config, Progress(number))
-        hiding_of(config.pretrain, math.isqrt(config.seq_len))
+def check_stages(config: Config, run_config: Config) -> None:
+    """Look at what a run will train on before anything is made for it, and at all stages before the first step.
+
+    Raises:
+        ValueError: images that cannot be, or that the model or the pretraining cannot divide, naming the stage.
+    """
+    if run_config.curriculum is None:
+        _check_work(config)
+        return
+    for number in range(len(run_config.curriculum.stages)):
+        try:
+            _check_work(stage_config(run_config, Progress(number)))
+        except ValueError as error:
+            raise ValueError(f"curriculum.stages[{number}]: {error}") from None
+
+
+def _check_work(config: Config) -> None:
+    assert config.classifier is not None and config.images is not None
+    if config.images.source == "pathfinder":
+        spec = pathfinder_spec(config.images)
+        check_side(config, spec.side)
+        with contextlib.suppress(ImportError):  # packed images are read without what makes them
+            generate(spec, config.images.seed, "train", 0, 1)
+    check_sizes(config.model, config.classifier, None, config.seq_len)
+    hiding_of(config.pretrain, math.isqrt(config.seq_len))
+
+
+def check_side(config: Config, side: int) -> None:
+    """Raise ValueError unless the sequence has as many tokens as an image has pixels."""
+    if config.seq_len != side**2:
+        raise ValueError(
+            f"seq_len={config.seq_len}: images of {side} x {side} have {side**2} pixels, one token each; "
+            f"write seq_len={format_size(side**2)}"
+        )
 
 
 def images_from_disk(images: ImagesConfig, side: int, num_classes: int) -> ImageSet:

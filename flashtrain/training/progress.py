@@ -113,6 +113,7 @@ def describe(row: Mapping[str, float | int | None]) -> str:
     formats = {
         "train_loss": "loss {:.4f}",
         "val_loss": "held-out {:.4f}",
+        "val_accuracy": "right {:.2%}",
         "lr": "lr {:.2e}",
         "grad_norm": "grad {:.2f}",
         "tokens_per_second": "{:,.0f} tokens/s",

@@ -32,7 +32,7 @@ from flashtrain.training.run_parts import Work, doubts, make_trainer, open_folde
 from flashtrain.training.seeds import fold_seed
 from flashtrain.training.trackers import Tracker, build_trackers
 from flashtrain.training.visibility import visible_pairs
-from flashtrain.training.warm_start import warm_start
+from flashtrain.training.warm_start import find_weights, warm_start
 
 logger = logging.getLogger("flashtrain")
 
@@ -113,13 +113,16 @@ class _Run:
         assert device is not None
         self.progress = start.progress if start else Progress()
         check_attempts(config, self.progress)
+        init_from = config.model.init_from if start is None or is_anew(self.progress, start.step) else None
+        if init_from is not None:
+            find_weights(init_from, config.runs_dir)  # before the data is prepared, which may take long
         self.work = work_of(stage_config(config, self.progress), config, self.processes)
         if start is not None:
             ckpt.check_identity(start.path, start.content, self.work.identity)
         torch.manual_seed(fold_seed(self.work.config.seed))
         task = self.task = self.work.build_task()
-        if config.model.init_from is not None and (start is None or is_anew(self.progress, start.step)):
-            warm_start(task.model, config.model.init_from, config.runs_dir, self.work.identity)
+        if init_from is not None:
+            warm_start(task.model, init_from, config.runs_dir, self.work.identity)
         task.progress = self.progress
         if start is not None:
             prepare_beginning(task, config, start, self.folder.checkpoints, keeps=self.processes.is_first)
@@ -287,6 +290,8 @@ class _Run:
     def _row(self, row: Row) -> None:
         if not self.processes.is_first:
             return
+        if self.config.curriculum is not None:
+            row = {**row, "stage": self.progress.stage + 1}
         for tracker in self.trackers:
             tracker.log(row)
         self.display.row(row)

@@ -50,6 +50,7 @@ class Tracker(Protocol):
 def build_trackers(config: Config, folder: RunFolder, resumed_step: int | None) -> list[Tracker]:
     """The trackers of a run; `resumed_step` is where a resumed run goes on, and what came after it is cut."""
     more = [
+        *(("stage",) if config.curriculum is not None else ()),
         *(columns(config.seq_len) if config.trainer.val_by_position else ()),
         *(recall_hits.COLUMNS if config.trainer.val_recall else ()),
     ]

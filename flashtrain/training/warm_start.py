@@ -63,25 +63,27 @@ def warm_start(model: nn.Module, init_from: str, runs_dir: str, identity: ckpt.I
     logger.info("weights from %s%s", path, f", except {', '.join(new)}" if new else "")
 
 
+def find_weights(init_from: str, runs_dir: str) -> Path:
+    """The checkpoint file or the folder that `init_from` names; ValueError where there is none."""
+    for path in (Path(init_from), Path(runs_dir) / init_from):
+        if path.is_dir() or ckpt.is_checkpoint(path):
+            return path
+    raise ValueError(f"model.init_from={init_from}: no such checkpoint, folder, or run in {runs_dir}; give a run's id")
+
+
 def _weights(init_from: str, runs_dir: str, identity: ckpt.Identity | None) -> tuple[Path, dict[str, Tensor], Trained]:
     """Path of the checkpoint, its model's weights by name, and what they were trained for."""
-    for path in (Path(init_from), Path(runs_dir) / init_from):
-        if ckpt.is_checkpoint(path):
-            checkpoint = ckpt.load(path)
-            break
-        if is_classifier_folder(path):
-            exported = read_classifier(path)
-            return path, exported.weights, Trained(exported.config.model, exported.config.seq_len)
-        if path.is_dir():
-            found = ckpt.newest(path / "checkpoints")
-            if found is None:
-                raise ValueError(f"model.init_from={init_from}: {path} has no checkpoint")
-            path, checkpoint = found
-            break
+    path = find_weights(init_from, runs_dir)
+    if ckpt.is_checkpoint(path):
+        checkpoint = ckpt.load(path)
+    elif is_classifier_folder(path):
+        exported = read_classifier(path)
+        return path, exported.weights, Trained(exported.config.model, exported.config.seq_len)
     else:
-        raise ValueError(
-            f"model.init_from={init_from}: no such checkpoint, folder, or run in {runs_dir}; give a run's id"
-        )
+        found = ckpt.newest(path / "checkpoints")
+        if found is None:
+            raise ValueError(f"model.init_from={init_from}: {path} has no checkpoint")
+        path, checkpoint = found
     about = checkpoint["flashtrain"]
     if identity is not None:
         where = f"model.init_from={init_from}"

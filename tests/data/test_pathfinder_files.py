@@ -11,12 +11,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 import flashtrain.data.pathfinder.packer as packer
+from flashtrain.config.schema import PathfinderPreset
 from flashtrain.data.pathfinder import PRESETS, PackedImages, PathfinderSpec, generate, prepare, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -290,3 +291,4 @@ def test_the_script_draws_packs_and_counts(tmp_path: Path) -> None:
 
 def test_presets_are_named_in_the_error_and_complete() -> None:
     assert {f"{kind}{side}" for kind in ("lra", "documented") for side in (32, 64, 128, 256)} == set(PRESETS)
+    assert get_args(PathfinderPreset) == tuple(PRESETS)  # what a configuration may say

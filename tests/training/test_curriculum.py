@@ -127,9 +127,11 @@ def test_a_run_goes_through_its_stages_and_counts_all_tokens(staged, tmp_path, m
     tokens = [8 * 1024 * step for step in range(1, 5)] + [8 * 1024 * 4 + 3 * 48 * 48 * n for n in range(1, 4)]
     assert [int(row["tokens"]) for row in rows] == tokens
     assert summary(tmp_path / "runs" / "a")["tokens"] == tokens[-1]
+    assert [row["stage"] for row in rows] == ["1", "1", "2", "2", "3", "3", "3"]
     assert [s for i, s in enumerate(sides) if i == 0 or s != sides[i - 1]] == [(32, 2), (32, 3), (48, 3)]
     log = (tmp_path / "runs" / "a" / "train.log").read_text()
     assert "step: 8 sequences, 8,192 tokens" in log  # of the stage it begins with
+    assert f"right {float(rows[1]['val_accuracy']):.2%}" in log  # what gates look at
     assert summary(tmp_path / "runs" / "a")["corpus"]["spec"]["side"] == 48  # and of the one it ends with
     assert "stage 2 of 3 from step 2" in log and "stage 3 of 3 from step 4: side 48" in log
 
@@ -160,9 +162,26 @@ def test_stopped_anywhere_and_resumed_it_is_equal_bit_for_bit(staged, tmp_path, 
     straight, cut = (figures(tmp_path / "runs" / name) for name in ("straight", "cut"))
     assert cut == straight
     assert summary(tmp_path / "runs" / "cut")["corpus"] == summary(tmp_path / "runs" / "straight")["corpus"]
-    assert [r["tokens"] for r in metrics(tmp_path / "runs" / "cut")] == [
-        r["tokens"] for r in metrics(tmp_path / "runs" / "straight")
-    ]
+    for name in ("tokens", "stage"):
+        assert [row[name] for row in metrics(tmp_path / "runs" / "cut")] == [
+            row[name] for row in metrics(tmp_path / "runs" / "straight")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "told"),
+    [
+        ("preset:lra128,side:64", "start_border=40 (twice seed_distance where None) leaves no room in side=64"),
+        ("contour_length:60", "contour_length=60: two contours of 60 dashes of 2 px do not fit into side=32"),
+        ("side:36", "classifier.tile=[8, 16]: height and width must divide the side of 36 pixels"),
+    ],
+)
+def test_a_later_stage_that_cannot_be_ends_the_run_before_anything_is_made(image_config, tmp_path, stage, told):
+    changes = ("curriculum=path_x", f"curriculum.stages=[{{max_steps:2}},{{{stage},max_steps:2}},{{max_steps:9}}]")
+    assert run(image_config(*changes, "classifier.token_order=tiles", "run_id=a"), []) == 1
+    assert f"curriculum.stages[1]: {told}" in (tmp_path / "runs" / "a" / "train.log").read_text()
+    assert summary(tmp_path / "runs" / "a")["steps"] == 0
+    assert not (tmp_path / "prepared").exists()
 
 
 @pytest.mark.parametrize(
@@ -172,6 +191,7 @@ def test_stopped_anywhere_and_resumed_it_is_equal_bit_for_bit(staged, tmp_path, 
         ("curriculum.stages=[{max_steps:0}]", r"stages[0].max_steps=0"),
         ("curriculum.stages=[{max_steps:5,gate:1.5}]", r"stages[0].gate=1.5"),
         ("curriculum.stages=[{max_steps:5,sidee:3}]", "unknown key"),
+        ("curriculum.stages=[{max_steps:5,preset:lra46}]", "stages=[{'max_steps': 5, 'preset': 'lra46'}]"),
         ("classifier.positions=learned", "stages one by one with model.init_from"),
     ],
 )

@@ -86,6 +86,11 @@ class TestWarmStart:
         assert run(make_config("run_id=second", "model.init_from=nobody"), []) == 1
         assert "model.init_from=nobody: no such" in (tmp_path / "runs" / "second" / "train.log").read_text()
 
+    def test_that_is_told_before_images_are_made(self, image_config, tmp_path):
+        assert run(image_config("run_id=second", "model.init_from=nobody", "images.train_images=20"), []) == 1
+        assert "model.init_from=nobody: no such" in (tmp_path / "runs" / "second" / "train.log").read_text()
+        assert not (tmp_path / "prepared").exists()
+
     def test_a_resumed_run_does_not_start_over(self, make_config, tmp_path):
         assert run(make_config("run_id=first"), []) == 0
         assert run(make_config("run_id=straight", "model.init_from=first"), []) == 0
