@@ -31,6 +31,8 @@ from flashtrain.training.run_folder import git_commit
 def main(argv: list[str] | None = None) -> int:
     parser = parse()
     arguments = parser.parse_args(argv)
+    if arguments.count < 1:
+        parser.error(f"--count {arguments.count}: must be at least 1")
     try:
         spec = spec_of(arguments.preset, **dict(arguments.set))
         arguments.action(spec, arguments)

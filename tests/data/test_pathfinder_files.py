@@ -83,6 +83,7 @@ def test_any_size_length_and_clutter_makes_a_curriculum(spec: PathfinderSpec) ->
         ("lra32", {"contour_length": 6.5}, r"contour_length=6\.5: must be a whole number"),
         ("lra32", {"contour_length": 1}, "contour_length=1: must be a whole number from 2"),
         ("lra32", {"margins": ()}, r"margins=\(\): name at least one"),
+        ("lra32", {"margins": 3}, r"margins=3: a list of margins in pixels, such as \[3\]"),
         ("lra32", {"rendering": "scipy"}, "rendering='scipy': must be one of float, eight_bit"),
         ("lra32", {"dash_thickness": 0.7}, "dash_thickness=0.7: .*multiple of 0.5"),
         ("lra128", {"side": 64}, "start_border=40 .*side=64"),
@@ -287,6 +288,8 @@ def test_the_script_draws_packs_and_counts(tmp_path: Path) -> None:
     wrong = script("statistics", "--set", "sides=3")
     assert wrong.returncode == 2
     assert "did you mean side?" in wrong.stderr
+    none = script("sheet", "--count", "0", "--out", str(tmp_path / "none.png"))
+    assert (none.returncode, "--count 0: must be at least 1" in none.stderr) == (2, True)
 
 
 def test_presets_are_named_in_the_error_and_complete() -> None:

@@ -60,6 +60,8 @@ class PathfinderSpec:
     antialias: int = 2
 
     def __post_init__(self) -> None:
+        if not isinstance(self.margins, list | tuple):
+            raise ValueError(f"margins={self.margins!r}: a list of margins in pixels, such as [{self.margins}]")
         object.__setattr__(self, "margins", tuple(self.margins))
         for key, low, high in _RANGES:
             _check_range(key, getattr(self, key), low, high, whole=key not in _REAL)
