@@ -69,9 +69,9 @@ def _shared(task: Task, origin: dict[str, Any]) -> dict[str, Any]:
     """The task's state with all weights that `origin` has too: the parts of one kind of stage alone are left out."""
     weights = {f"model.{name}": tensor for name, tensor in ckpt.weights_of(origin)[0].items()}
     own = _own(task)
-    logger.info(
-        "weights of the stage before, without %s; the optimiser begins anew", ", ".join(sorted({*weights} - {*own}))
-    )
+    left_out = ", ".join(sorted({*weights} - {*own}))
+    without = f", without {left_out}" if left_out else ""
+    logger.info("weights of the stage before%s; the optimiser begins anew", without)
     return {name: weights.get(name, tensor) for name, tensor in own.items()}
 
 

@@ -29,6 +29,7 @@ from flashtrain.training.checkpoints import Identity
 from flashtrain.training.curriculum import Progress, stage_config
 from flashtrain.training.image_task import ImageTask
 from flashtrain.training.pretraining import PretrainingTask, describe_pretraining, hiding_of
+from flashtrain.training.protocol import FIXED_SET, GENERATOR, joined, said_of
 from flashtrain.training.stream import step_loader
 
 
@@ -117,13 +118,23 @@ class ClassificationWork:
         return self.task.validate(held_out_batches(self.val, self.config.sequences_per_micro_batch, self.hiding))
 
     def facts(self) -> dict[str, Any]:
+        return {"parameters": {"total": self._num_parameters}, **self._protocol, "corpus": self.corpus}
+
+    @property
+    def _protocol(self) -> dict[str, Any]:
+        """That of the run with all that its weights have seen; a resumed run need not find again what it began with."""
+        config, found = self.run_config, self._own_protocol
+        for earlier in (config.model.init_from, config.resume):
+            found = joined(found, said_of(earlier, config.runs_dir))
+        return found
+
+    @property
+    def _own_protocol(self) -> dict[str, Any]:
         pretrain = self.run_config.pretrain
         return {
-            "parameters": {"total": self._num_parameters},
-            "protocol": "generator" if self.train.length is None else "fixed set",
+            "protocol": GENERATOR if self.train.length is None else FIXED_SET,
             "dense_target": self.classifier.dense_classes > 0,
             "pretraining": None if pretrain is None else {"name": "masked_pixels", **dataclasses.asdict(pretrain)},
-            "corpus": self.corpus,
         }
 
     def banner(self) -> list[str]:
@@ -135,10 +146,13 @@ class ClassificationWork:
             target = f", dense target weighted {self.classifier.dense_weight:g}"
         else:
             target = ""
+        own, whole = self._own_protocol, self._protocol
+        mixed = [f"{key} {whole[key]}" for key in ("protocol", "dense_target") if whole[key] != own[key]]
         return [
             f"model {config.model.name}: {self._num_parameters / 1e6:.1f}M parameters, {side} x {side} pixels, "
             f"{format_size(config.seq_len)} tokens",
             f"data {self.corpus['name']}: {amount} to train on{target}, {self.val.length:,} held out",
+            *([f"from the weights of {config.model.init_from} the result has {' and '.join(mixed)}"] if mixed else ()),
         ]
 
     def after_validation(self, step: int, show: Callable[[int, str, str], None]) -> None:

@@ -131,7 +131,8 @@ def test_another_run_can_start_from_a_pretraining(image_config, tmp_path, begun)
     assert run(image_config("model.init_from=before", "trainer.max_steps=1", "run_id=after"), []) == 0
     learned = ckpt.weights_of(ckpt.newest(tmp_path / "runs" / "before" / "checkpoints")[1])[0]
     assert all(torch.equal(tensor, learned[name]) for name, tensor in begun[1][1].items())
-    assert summary(tmp_path / "runs" / "after")["init_from"] == "before"
+    said = summary(tmp_path / "runs" / "after")
+    assert said["init_from"] == "before" and said["pretraining"]["levels"] == 16  # which its weights have in them
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +100,22 @@ class TestWarmStart:
         assert go_on(tmp_path, "cut", "trainer.max_time=9h") == 0
         straight, cut = (figures(tmp_path / "runs" / name) for name in ("straight", "cut"))
         assert [row[2] for row in cut] == [row[2] for row in straight]
+
+    def test_weights_of_the_generator_protocol_bring_it_along(self, image_config, tmp_path):
+        assert run(image_config("run_id=fresh", "trainer.max_steps=1"), []) == 0
+        fixed = ("images.train_images=20", "classifier.dense_classes=0", "trainer.max_steps=1")
+        newest = f"{tmp_path}/runs/fresh/checkpoints/step-00000001.ckpt"
+        for name, init_from in (("alone", None), ("from", "fresh"), ("further", "from"), ("file", newest)):
+            given = () if init_from is None else (f"model.init_from={init_from}",)
+            assert run(image_config(*fixed, *given, f"run_id={name}"), []) == 0
+            said = summary(tmp_path / "runs" / name)
+            expected = ("fixed set", False) if name == "alone" else ("generator", True)
+            assert (said["protocol"], said["dense_target"]) == expected
+            told = f"from the weights of {init_from} the result has protocol generator and dense_target True"
+            assert (told in (tmp_path / "runs" / name / "train.log").read_text()) == (name != "alone")
+        shutil.rmtree(tmp_path / "runs" / "fresh")
+        assert go_on(tmp_path, "from", "trainer.max_steps=2") == 0
+        assert summary(tmp_path / "runs" / "from")["protocol"] == "generator"
 
     def test_learned_positions_of_a_smaller_image_are_repeated_and_a_new_dense_head_stays_new(
         self,
