@@ -146,7 +146,7 @@ def read_metadata(path: Path) -> list[ReleasedImage]:
         if raw.startswith(_NUMPY_MAGIC):
             rows = np.load(io.BytesIO(raw), allow_pickle=False).astype(str).tolist()
         else:
-            rows = [line.split() for line in raw.decode().splitlines()]
+            rows = [line.split() for line in raw.decode().rstrip().splitlines()]  # empty lines at the end are none
     except ValueError as error:  # also what is no UTF-8
         raise ValueError(f"{path}: neither text nor a NumPy array of texts ({error}); unpack it again") from error
     images = []
@@ -247,6 +247,8 @@ def _decode(path: Path, side: int) -> bytes | str:
         raw = path.read_bytes()
     except FileNotFoundError:
         return "missing"
+    except (IsADirectoryError, PermissionError) as error:
+        return str(error.strerror).lower()
     if not raw:
         return "empty"
     try:

@@ -121,7 +121,8 @@ def tell(run: Run, result: dict[str, Any]) -> None:
     if short["accuracy"] is None:
         say(f"the discs' distance alone: not available, {short['why']}")
     speed, how = result["images_per_second"], f"{result['precision']}, {result['attention_backend']} attention"
-    say(f"{speed:,.0f} images/s in batches of {result['batch']}, {result['gpu']}, {how}")
+    rate = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"  # large images on a CPU take seconds each
+    say(f"{rate} images/s in batches of {result['batch']}, {result['gpu']}, {how}")
 
 
 def published(run: Run) -> tuple[str, int | None, float, float] | None:

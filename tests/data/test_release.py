@@ -184,12 +184,14 @@ def test_all_bad_images_are_told_in_one_message(tmp_path, inner, opened):
     (folder / "2" / "sample_2.png").write_bytes(b"no picture")
     (folder / "2" / "sample_3.png").write_bytes(whole[: len(whole) // 2])
     Image.fromarray(grey(0, 16)).save(folder / "2" / "sample_4.png")
+    (folder / "2" / "sample_5.png").unlink()
+    (folder / "2" / "sample_5.png").mkdir()
     with pytest.raises(ValueError) as error:
         opened(inner)
     assert (
-        "5 of 21 images cannot be read: imgs/2/sample_0.png (missing), imgs/2/sample_1.png (empty), "
-        "imgs/2/sample_2.png (damaged), imgs/2/sample_3.png (damaged), imgs/2/sample_4.png (16 x 16 pixels); "
-        "unpack the release again"
+        "6 of 21 images cannot be read: imgs/2/sample_0.png (missing), imgs/2/sample_1.png (empty), "
+        "imgs/2/sample_2.png (damaged), imgs/2/sample_3.png (damaged), imgs/2/sample_4.png (16 x 16 pixels), "
+        "imgs/2/sample_5.png (is a directory); unpack the release again"
     ) in str(error.value)
     assert [path.name for path in (tmp_path / "prepared").iterdir() if path.suffix != ".lock"] == []
 
@@ -274,6 +276,11 @@ def test_bad_metadata_is_told_by_file_and_row(tmp_path, content, told):
     with pytest.raises(ValueError, match=told) as error:
         read_metadata(tmp_path / "3.npy")
     assert "3.npy" in str(error.value)
+
+
+def test_empty_lines_at_the_end_of_metadata_are_no_images(tmp_path):
+    (tmp_path / "3.npy").write_bytes(b"imgs/2 sample_0.png 0 1\r\nimgs/2 sample_1.png 1 0\r\n\r\n\n")
+    assert [image.label for image in read_metadata(tmp_path / "3.npy")] == [1, 0]
 
 
 def test_pickled_metadata_is_not_run(tmp_path):

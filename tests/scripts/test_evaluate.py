@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import evaluate
+import measuring.images
 import numpy as np
 import pytest
 import torch
@@ -184,6 +185,12 @@ def test_the_running_mean_is_taken_where_there_is_one_and_else_the_newest_weight
     own = newest(trained / "checkpoints")[1]["state_dict"]["model.head.weight"]
     assert not torch.equal(load_run(trained).weights["head.weight"], own)
     assert judge(folder / "runs" / "first", "--count", 8)["run"]["weights"] == "newest"
+
+
+def test_a_slow_evaluation_does_not_say_that_it_does_nothing(trained, judge, monkeypatch, capsys):
+    monkeypatch.setattr(measuring.images, "predict", lambda task, source, *_: (np.zeros(source.length, np.int64), 0.05))
+    judge(trained, "--count", 8)
+    assert "0.05 images/s" in capsys.readouterr().out
 
 
 def test_batches_do_not_change_the_result(trained, judge, npz):
