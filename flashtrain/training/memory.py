@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import traceback
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ from flashtrain.models.loss import why_not_liger
 from flashtrain.models.recompute import Recompute
 from flashtrain.training.curriculum import Progress, coming
 from flashtrain.training.forecast import GPUS, SAFE, Case, Forecast, Gpu, choose, describe, gpu_called
-from flashtrain.training.forecast.case import count_parameters
+from flashtrain.training.forecast.case import backend_on, count_parameters
 from flashtrain.training.forecast.report import stage_lines
 from flashtrain.training.hardware import choose_device, choose_precision, device_memory_bytes
 from flashtrain.training.language import mask_of
@@ -42,7 +44,9 @@ def forecast(config: Config, vocab_size: int, precision: str, device: torch.devi
     """
     if config.memory.loss == "liger" and config.task == "language" and (reason := why_not_liger(device)):
         raise ValueError(f"memory.loss=liger: {reason}; write memory.loss=chunked or auto")
-    memory, machine = float(device_memory_bytes(device)), float(device_memory_bytes(torch.device("cpu")))
+    memory = float(device_memory_bytes(device))
+    # Of the machine, which the processes on it share.
+    host = float(device_memory_bytes(torch.device("cpu"))) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpu = gpu_called(torch.cuda.get_device_name(device), memory) if device.type == "cuda" else None
     head = torch.empty(
         1, 1, 1, Dimensions.of(config.model).head_dim, device=device,
@@ -51,7 +55,7 @@ def forecast(config: Config, vocab_size: int, precision: str, device: torch.devi
     backend = choose_backend(config.attention.backend, head)
     case = _case(config, vocab_size, precision, device.type == "cuda", backend, pairs, gpu)
     planned = (SAFE if device.type == "cuda" else _CPU_SHARE) * memory
-    found = Forecast.of(replace(case, how=choose(case, planned, machine)), memory)
+    found = Forecast.of(replace(case, how=choose(case, planned, host)), memory, host)
     if device.type == "cuda":
         refuse_what_does_not_fit(found)
     return found
@@ -89,7 +93,7 @@ def plan(config: Config) -> Forecast:
         config: the run's, or its stage's.
 
     Raises:
-        ValueError: a tokenizer that cannot be loaded, or a layout that cannot be made.
+        ValueError: a tokenizer that cannot be loaded, a layout that cannot be made, or kernels that the GPU has not.
     """
     if config.task == "language":
         vocab_size = config.model.vocab_size or load_tokenizer(config.tokenizer).vocab_size
@@ -99,10 +103,7 @@ def plan(config: Config) -> Forecast:
     gpu = GPUS[config.plan.gpu] if config.plan.gpu is not None else _this_gpu() or GPUS["h200"]
     on_gpu = torch.device("cuda")
     precision = choose_precision(config.trainer, on_gpu)
-    backend = config.attention.backend
-    if backend == "auto":
-        fast = precision != "32-true" and Dimensions.of(config.model).head_dim in (64, 128)
-        backend = "hopper" if gpu.has_hopper_kernels and fast else "portable"
+    backend = backend_on(gpu, config, precision)
     case = _case(config, vocab_size, precision, True, backend, _pairs(config), gpu)
     return Forecast.of(replace(case, how=choose(case, SAFE * gpu.memory_bytes, float("inf"))), gpu.memory_bytes)
 
@@ -127,22 +128,35 @@ def forecast_of(config: Config, vocab_size: int, precision: str, device: torch.d
     return forecast(config, vocab_size, precision, device, _pairs(config))
 
 
-def out_of_memory(error: torch.OutOfMemoryError, found: Forecast | None, at: str) -> list[str]:
+# What libraries say that do not raise PyTorch's error: pinned host memory and Triton (CUDA's), cuBLAS, the CPU.
+_OUT = re.compile(r"[Tt]ried to allocate|out of memory|ALLOC_FAILED|can't allocate memory")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether memory ran out, on the device or the host."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and _OUT.search(str(error)) is not None)
+
+
+def out_of_memory(error: BaseException, found: Forecast | None, at: str, resume: str | None) -> list[str]:
     """What to say when memory runs out in mid-run: what was asked for, by what, and the way out.
 
     Args:
-        error: PyTorch's.
+        error: PyTorch's, or what else `ran_out` knows.
         found: the forecast that the run started with.
         at: where the run was.
+        resume: the run's id, where it has a checkpoint to go on from.
     """
-    asked = next((line for line in str(error).splitlines() if "Tried to allocate" in line), str(error).splitlines()[0])
+    said = str(error).splitlines() or [type(error).__name__]
+    asked = next((line for line in said if _OUT.search(line)), said[0])
     lines = [f"out of memory {at}: {asked.strip()}", f"asked for by {_who(error)}"]
     if found is not None:
         lines.extend(found.short())
         tight = replace(found, device_bytes=min(found.device_bytes, found.memory.peak * 0.95))
-        lines.extend(tight.advice())
-    lines.append("the last checkpoint is whole: resume with one of these changes")
-    return lines
+        lines.extend(tight.advice(resuming=resume is not None))
+    changed = " and one of these changes" if lines[-1].startswith("    ") else ""
+    how = "there is no checkpoint yet: start again" if resume is None else "the last checkpoint is whole: go on"
+    return [*lines, f"{how} with {f'resume={resume}' if resume else 'the same command'}{changed}"]
 
 
 def memory_line(how: Recompute, config: Config) -> str:

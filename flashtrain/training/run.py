@@ -22,7 +22,7 @@ from flashtrain.training.distributed.replicas import Replicas
 from flashtrain.training.forecast import Forecast
 from flashtrain.training.hardware import choose_device, choose_precision, device_name, peak_memory_gib
 from flashtrain.training.loop import Deadline, Loop, StageOver
-from flashtrain.training.memory import forecast, memory_line, out_of_memory, refuse_later_stages, show_plan
+from flashtrain.training.memory import forecast, memory_line, out_of_memory, ran_out, refuse_later_stages, show_plan
 from flashtrain.training.meter import Diverged, Meter, Row
 from flashtrain.training.preemption import Preemption
 from flashtrain.training.progress import Display, complain
@@ -235,8 +235,9 @@ class _Run:
         lost = None
         if isinstance(error, Diverged):
             self.status, lines = "diverged", [str(error)]
-        elif isinstance(error, torch.OutOfMemoryError):
-            lines = out_of_memory(error, self.forecast, self.place)
+        elif ran_out(error):
+            whole = ckpt.newest(self.folder.checkpoints) is not None
+            lines = out_of_memory(error, self.forecast, self.place(error), self.folder.run_id if whole else None)
         elif isinstance(error, ValueError | OSError):
             lines = [str(error)]
         elif lost := self.processes.loss_behind(error):
@@ -251,10 +252,13 @@ class _Run:
         if not lost:  # it is another one that failed
             record_failure(error)
 
-    @property
-    def place(self) -> str:
-        """Where the run is, for a message."""
-        return "before the first step" if self.trainer is None else f"in step {self.trainer.global_step + 1}"
+    def place(self, error: Exception) -> str:
+        """Where the run was, for a message."""
+        if self.trainer is None:
+            return "before the first step"
+        done, names = self.trainer.global_step, {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        aside = names & {"validate", "after_validation"}
+        return f"in the validation after step {done}" if aside else f"in step {done + 1}"
 
     def _checkpoint(self, resuming: bool = False) -> ckpt.Start | None:
         """The checkpoint to go on from."""

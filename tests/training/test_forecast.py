@@ -23,7 +23,7 @@ from flashtrain.training import checkpoints, memory
 from flashtrain.training.forecast import GPUS, SAFE, Case, Forecast, choose, gpu_called
 from flashtrain.training.forecast.case import count_parameters
 from flashtrain.training.forecast.memory import kept_bytes, step_memory
-from flashtrain.training.forecast.ways_out import longest, ways_out
+from flashtrain.training.forecast.ways_out import longest
 from flashtrain.training.language import LanguageTask
 from flashtrain.training.run import run
 
@@ -33,9 +33,14 @@ GPT2_VOCAB = 50257
 LANGUAGE_MODELS = ("tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl", "gpt2_rope", "modern")
 
 
-def case_of(*overrides: str, sequences: int = 1, **changes: Any) -> Case:
+def raw_of(*overrides: str) -> Any:
+    """The composed configuration of a command line."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = build(OmegaConf.to_container(compose("config", list(overrides)), resolve=True))  # type: ignore[arg-type]
+        return OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
+
+
+def case_of(*overrides: str, sequences: int = 1, **changes: Any) -> Case:
+    config = build(raw_of(*overrides))
     tokens = sequences * config.seq_len
     trainer = replace(config.trainer, batch_tokens=tokens, micro_batch_tokens=tokens)
     settings = {
@@ -166,16 +171,6 @@ def test_what_is_configured_is_not_changed():
     assert choose(case, 1.0, 1e12) == Recompute()
 
 
-def test_every_way_out_fits_and_those_that_train_the_same_come_first():
-    case = case_of("model=gpt2", "seq_len=64k", gpu=GPUS["rtx4090"])
-    limit = SAFE * GPUS["rtx4090"].memory_bytes
-    ways = ways_out(case, limit)
-    assert len(ways) == 3
-    assert all(way.peak <= limit for way in ways if way.rank == 0)
-    assert [way.rank for way in ways] == sorted(way.rank for way in ways)
-    assert ways[0].change == "memory=selective"
-
-
 def test_a_run_that_does_not_fit_stops_with_the_forecast_and_three_ways_out():
     case = case_of("model=gpt2_medium", "seq_len=64k", "memory=none", gpu=GPUS["rtx4090"])
     with pytest.raises(ValueError, match="does not fit") as error:
@@ -213,26 +208,54 @@ def test_every_run_says_its_forecast_and_its_summary_has_it(make_config, tmp_pat
     assert json.loads((folder / "summary.json").read_text())["forecast_peak_memory_gib"] > 0
 
 
+OUT_OF_MEMORY = {
+    "PyTorch": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB. GPU 0 has ..."),
+    "pinned host memory": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+    "Triton": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "the CPU": RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you ..."),
+}
+
+
+@pytest.mark.parametrize("whose", OUT_OF_MEMORY)
 def test_out_of_memory_in_mid_run_leaves_the_last_checkpoint_whole_and_says_who_asked(
-    make_config, tmp_path, monkeypatch
+    make_config, tmp_path, monkeypatch, whose
 ):
-    honest, calls = LanguageTask.loss_sum, []
+    honest = LanguageTask.loss_sum
 
     def hungry(self, batch):
-        calls.append(1)
         if torch.is_grad_enabled() and self.global_step == 5:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB. GPU 0 has ...")
+            raise OUT_OF_MEMORY[whose]
         return honest(self, batch)
 
     monkeypatch.setattr(LanguageTask, "loss_sum", hungry)
     assert run(make_config("run_id=m", "trainer.checkpoint_every_n_steps=2"), []) == 1
     folder: Path = tmp_path / "runs" / "m"
     log = (folder / "train.log").read_text()
-    assert "out of memory in step 6: CUDA out of memory. Tried to allocate 12.00 GiB" in log
+    assert f"out of memory in step 6: {str(OUT_OF_MEMORY[whose]).splitlines()[0]}" in log
     assert "asked for by _work (flashtrain/training/task.py" in log
+    assert "the last checkpoint is whole: go on with resume=m" in log
+    assert "Traceback" not in log
     newest = checkpoints.newest(folder / "checkpoints")
     assert newest is not None
     assert newest[0].name == "step-00000004.ckpt"
+
+
+@pytest.mark.parametrize(("training", "place"), [(True, "in step 1"), (False, "in the validation after step 2")])
+def test_out_of_memory_before_any_checkpoint_promises_none(make_config, tmp_path, monkeypatch, training, place):
+    honest = LanguageTask.loss_sum
+
+    def hungry(self, batch):
+        if torch.is_grad_enabled() == training:
+            raise OUT_OF_MEMORY["PyTorch"]
+        return honest(self, batch)
+
+    monkeypatch.setattr(LanguageTask, "loss_sum", hungry)
+    assert run(make_config("run_id=m", "trainer.val_every_n_steps=2"), []) == 1
+    log = (tmp_path / "runs" / "m" / "train.log").read_text()
+    assert f"out of memory {place}: " in log
+    assert "there is no checkpoint yet: start again" in log
+    assert "whole" not in log
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flashtrain.attention.backends import HOPPER_MIN_HEAD_DIM, MAX_HEAD_DIM, MIN_HEAD_DIM
 from flashtrain.config import Config
 from flashtrain.models.dimensions import Dimensions
 from flashtrain.models.recompute import Recompute
@@ -93,6 +94,26 @@ class Case:
         trainer = replace(self.config.trainer, batch_tokens=batch, micro_batch_tokens=seq_len)
         config = replace(self.config, seq_len=seq_len, trainer=trainer)
         return replace(self, config=config, pairs=self.pairs * (seq_len / self.config.seq_len) ** 2)
+
+
+def backend_on(gpu: Gpu, config: Config, precision: str) -> str:
+    """Kernels of attention on a GPU that need not be here.
+
+    Raises:
+        ValueError: `attention.backend` names some that it cannot run.
+    """
+    wanted, head_dim = config.attention.backend, Dimensions.of(config.model).head_dim
+    fast = precision != "32-true" and head_dim >= HOPPER_MIN_HEAD_DIM and head_dim % 8 == 0
+    if wanted == "hopper" and not (gpu.has_hopper_kernels and fast):
+        raise ValueError(
+            f"attention.backend=hopper: {gpu.name} does not run it with head_dim {head_dim} in {precision}; write "
+            "attention.backend=auto"
+        )
+    if wanted != "auto":
+        return wanted
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        return "sdpa"
+    return "hopper" if gpu.has_hopper_kernels and fast else "portable"
 
 
 def count_parameters(case: Case) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flashtrain.config import format_size
@@ -32,20 +32,35 @@ def candidates(memory: MemoryConfig) -> Iterator[Recompute]:
                     yield Recompute(kept, offload, chunk)
 
 
+def every_setting() -> list[Recompute]:
+    """All that `memory=auto` chooses from."""
+    return list(candidates(MemoryConfig("auto", loss_chunk_tokens=0)))
+
+
 def choose(case: Case, device_bytes: float, host_memory: float) -> Recompute:
     """The fastest of the candidates that fits; where none does, the one that takes the least memory.
 
     Args:
         case: `case.how` is not read.
         device_bytes: memory that may be planned with.
-        host_memory: of the machine.
+        host_memory: of the machine, for each of its devices.
     """
     cases = [replace(case, how=how) for how in candidates(case.config.memory)]
-    cases = [each for each in cases if host_bytes(each) <= _HOST_SHARE * host_memory] or cases
-    fitting = [each for each in cases if step_memory(each).peak <= device_bytes]
-    if not fitting:
-        return min(cases, key=lambda each: step_memory(each).peak).how
-    return min(fitting, key=_seconds).how
+    best = fastest_of(cases, device_bytes, host_memory)
+    if best is None:
+        cases = [each for each in cases if _has_host(each, host_memory)] or cases
+        best = min(cases, key=lambda each: step_memory(each).peak)
+    return best.how
+
+
+def fastest_of(cases: Sequence[Case], device_bytes: float, host_memory: float) -> Case | None:
+    """The fastest that fits, the first one where no times are known; None where none fits. Arguments as in `choose`."""
+    fitting = [each for each in cases if step_memory(each).peak <= device_bytes and _has_host(each, host_memory)]
+    return min(fitting, key=_seconds, default=None)
+
+
+def _has_host(case: Case, host_memory: float) -> bool:
+    return host_bytes(case) <= _HOST_SHARE * host_memory
 
 
 def _seconds(case: Case) -> float:

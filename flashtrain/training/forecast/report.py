@@ -16,6 +16,8 @@ from flashtrain.training.forecast.mesh import gradient_bytes, group_bytes, seque
 from flashtrain.training.forecast.time import Time, step_time
 from flashtrain.training.forecast.ways_out import SETTINGS, longest, ways_out
 
+_SPARE = f" with {1 - SAFE:.0%} to spare"
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -24,6 +26,7 @@ class Forecast:
     Attributes:
         case: what it is about.
         device_bytes: memory of the device.
+        host_memory: of the machine, for each of its devices.
         memory, time: of a step; no time where the device's rates are not known.
     """
 
@@ -31,14 +34,20 @@ class Forecast:
     device_bytes: float
     memory: Memory
     time: Time | None
+    host_memory: float = float("inf")
 
     @classmethod
-    def of(cls, case: Case, device_bytes: float) -> Forecast:
-        return cls(case, device_bytes, step_memory(case), step_time(case))
+    def of(cls, case: Case, device_bytes: float, host_memory: float = float("inf")) -> Forecast:
+        return cls(case, device_bytes, step_memory(case), step_time(case), host_memory)
 
     @property
     def fits(self) -> bool:
         return self.memory.peak <= self.device_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """It fits, with less to spare than the forecast may be off by."""
+        return SAFE * self.device_bytes < self.memory.peak <= self.device_bytes
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -66,7 +75,9 @@ class Forecast:
         yield f"forecast: {self._memory()}{self._time()}"
         if self.case.gpu is not None:
             here = longest(self.case, SAFE * self.device_bytes)
-            yield f"forecast: with these settings one sequence of {format_size(here)} tokens would fit"
+            yield f"forecast: with these settings one sequence of {format_size(here)} tokens would fit{_SPARE}"
+            if self.is_tight:
+                yield "forecast: this run has less to spare and may run out of memory; plan.only=true names ways out"
 
     def lines(self) -> Iterator[str]:
         """All of it."""
@@ -85,6 +96,7 @@ class Forecast:
         for part, size in self.memory.parts.items():
             yield f"  {part:<12}{size / GIB:9.2f} GiB"
         verdict = "fits" if self.fits else "does not fit"
+        verdict += ", with so little to spare that it may run out" if self.is_tight else ""
         yield f"  {'peak':<12}{self.memory.peak / GIB:9.2f} GiB of {self.device_bytes / GIB:.1f}: {verdict}"
         if host_bytes(case):
             yield f"  {'host':<12}{host_bytes(case) / GIB:9.2f} GiB of pinned memory"
@@ -106,12 +118,13 @@ class Forecast:
         told = ", ".join(f"{size / GIB:.2f} GiB {what}" for what, size in sent.items() if size)
         yield f"  {'sent':<12}{told}" + (f" a step, at {case.gpu.link_gb_per_s:g} GB/s" if case.gpu else " a step")
 
-    def advice(self) -> Iterator[str]:
-        """What to change, where the run does not fit."""
-        if self.fits:
+    def advice(self, resuming: bool = False) -> Iterator[str]:
+        """What to change, where the run does not fit or hardly does; `resuming`: once it has begun."""
+        if self.fits and not self.is_tight:
             return
-        ways = ways_out(self.case, SAFE * self.device_bytes)
-        yield "  ways out, the cheapest first:" if ways else "  no single change makes it fit: take a smaller model"
+        ways = ways_out(self.case, SAFE * self.device_bytes, self.host_memory, resuming=resuming)
+        nothing = "  no change of settings makes it fit" + ("" if resuming else ": take a smaller model")
+        yield "  ways out, the cheapest first:" if ways else nothing
         for way in ways:
             time = "" if way.seconds is None else f", {seconds(way.seconds)} a step"
             yield f"    {way.change}: {way.peak / GIB:.1f} GiB{time}"
@@ -132,7 +145,8 @@ class Forecast:
 
     def _time_lines(self) -> Iterator[str]:
         if self.time is None:
-            yield "  time: not known for this device; plan.gpu names one that is"
+            known = "in 32-true" if self.case.gpu is not None else "for this device; plan.gpu names one that is"
+            yield f"  time: not known {known}"
             return
         parts = ", ".join(f"{part} {seconds(value)}" for part, value in vars(self.time).items() if value > 1e-4)
         guess = "" if self.case.gpu and self.case.gpu.name == MEASURED else f" (a guess from the shares of {MEASURED})"
@@ -144,7 +158,7 @@ class Forecast:
 
     def _longest_lines(self) -> Iterator[str]:
         case = self.case
-        yield "  longest seq_len that fits, one sequence a step:"
+        yield f"  longest seq_len that fits{_SPARE}, one sequence a step:"
         yield "    " + " " * 10 + "".join(f"{name:>12}" for name in SETTINGS)
         flash = case.backend if case.backend in ("hopper", "portable") else "portable"
         if case.gpu is not None and case.gpu.has_hopper_kernels and case.backend not in ("hopper", "portable"):
