@@ -165,7 +165,7 @@ def _shorter(case: Case, here: Callable[..., _Change]) -> Iterator[WayOut | None
         return
     bytes_here, most = here("", LENGTH, case), 2 * case.context
     own = choose(case, bytes_here.device_bytes, bytes_here.host_memory)
-    lengths = {}
+    lengths: dict[int, Recompute] = {}
     for how in (own, SETTINGS["offload"]):
         length = longest(replace(case, how=how), bytes_here.device_bytes, _one_at_once) // most * most
         lengths.setdefault(length, how)
