@@ -22,6 +22,8 @@ _ABOVE_0 = (
     "optimizer.lr",
     "memory.loss_chunk_tokens",
     "trainer.max_steps",
+    "trainer.batch_tokens",
+    "trainer.micro_batch_tokens",
     "trainer.devices",
     "trainer.context",
     "trainer.timeout",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 
-from flashtrain.config.build import ConfigError, leaf_types
+from flashtrain.config.build import ConfigError, convert, leaf_types
 from flashtrain.config.command_line import overrides_of
 from flashtrain.config.schema import Config
+
+_CONF = Path(__file__).resolve().parents[2] / "conf"
 
 # Everything else shaped the weights or the order of the data, and a change would make the run something else.
 _MAY_CHANGE = (
@@ -69,11 +72,11 @@ def resumed(composed: Mapping[str, Any], arguments: Sequence[str]) -> tuple[dict
     stored = _stored(Path(str(composed["runs_dir"])), str(composed["resume"]))
     given = [argument.lstrip("+~").split("=", 1)[0] for argument in overrides_of(arguments)]
     changes, problems = [], []
-    for key in leaf_types():
-        if key in ("resume", "run_id", "runs_dir") or not any(key == g or key.startswith(f"{g}.") for g in given):
+    for key, wanted in leaf_types().items():
+        if key in ("resume", "run_id", "runs_dir") or not any(_gives(g, key) for g in given):
             continue
         old, new = _get(stored, key), _get(composed, key)
-        if old == new:
+        if _read(old, wanted) == _read(new, wanted):
             continue
         if key.startswith(_MAY_CHANGE):
             changes.append(f"{key}: {old} -> {new}")
@@ -110,6 +113,48 @@ def _stored(runs_dir: Path, run_id: str) -> dict[str, Any]:
     if missing:
         raise ConfigError([f"resume={run_id}: {path} is damaged: it lacks {', '.join(sorted(missing))}"])
     return dict(stored)
+
+
+def _gives(given: str, key: str) -> bool:
+    """Whether an override gives a key: it is that key, or the choice of a group whose choices differ in it. What all of
+    them have in common stays as the run has it."""
+    if not key.startswith(f"{given}."):
+        return key == given
+    name = key.removeprefix(f"{given}.")
+    return any(own == name or own.startswith(f"{name}.") for own in _differing(given))
+
+
+@functools.cache
+def _differing(group: str) -> frozenset[str]:
+    """The keys of a group that its choices do not all have, or not with the same value."""
+    choices = [_leaves(path) for path in sorted((_CONF / group).glob("*.yaml"))]
+    keys = {key for choice in choices for key in choice}
+    return frozenset(key for key in keys if any(key not in c or c[key] != choices[0].get(key) for c in choices))
+
+
+def _leaves(path: Path) -> dict[str, Any]:
+    """Dotted key -> value of a choice's file, and of those in its group that it is based on."""
+    tree = yaml.safe_load(path.read_text())
+    found: dict[str, Any] = {}
+    for base in tree.pop("defaults", []):
+        if isinstance(base, str) and base != "_self_":
+            found |= _leaves(path.with_name(f"{base}.yaml"))
+    pairs = list(tree.items())
+    while pairs:
+        key, value = pairs.pop()
+        if isinstance(value, dict) and value:
+            pairs += [(f"{key}.{name}", inner) for name, inner in value.items()]
+        else:
+            found[key] = value
+    return found
+
+
+def _read(value: Any, wanted: Any) -> Any:
+    """4k and 4096 are the same, and so are no list and an empty one."""
+    try:
+        return convert([] if value is None and get_origin(wanted) is tuple else value, wanted)
+    except ValueError:
+        return value
 
 
 def _get(tree: Mapping[str, Any], key: str) -> Any:

@@ -52,6 +52,14 @@ def doubts(config: Config, step: int) -> Iterator[str]:
             f"schedule.warmup_steps={warmup} is more than trainer.max_steps={steps}: the learning rate never reaches "
             "its peak"
         )
+    taken = config.sequences_per_step * config.seq_len
+    if config.task == "language" and taken != config.trainer.batch_tokens:
+        yield (
+            f"trainer.batch_tokens={config.trainer.batch_tokens} is no multiple of seq_len={config.seq_len}: a step "
+            f"takes {taken} tokens"
+        )
+    if config.plan.gpu is not None:
+        yield f"plan.gpu={config.plan.gpu} is for plan.only=true: this run's forecast is for the machine it is on"
     if step > steps:
         yield f"trainer.max_steps={steps}: the run has made {step} steps already; a larger number lets it go on"
 

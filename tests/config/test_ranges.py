@@ -15,6 +15,8 @@ from .test_build import composed
         ("model.mlp_size=-4", "model.mlp_size=-4: must be above 0"),
         ("model.rope_theta=0", "model.rope_theta=0.0: must be above 0"),
         ("attention.window=0", "attention.window=0: must be above 0"),
+        ("trainer.batch_tokens=0", "trainer.batch_tokens=0: must be above 0"),
+        ("trainer.micro_batch_tokens=0", "trainer.micro_batch_tokens=0: must be above 0"),
         ("trainer.peak_tflops=0", "trainer.peak_tflops=0.0: must be above 0"),
         ("model.init_std=-1", "model.init_std=-1.0: must be at least 0"),
         ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1.0: must be at least 0"),
