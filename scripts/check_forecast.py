@@ -1,7 +1,8 @@
 """The forecast held against what is measured: peak memory and time of a step over models, lengths, memory settings and
 kernels. Every row is a few real steps through the task and trainer of train.py, in a process of its own.
 
-    python scripts/check_forecast.py --part 1/3
+    python scripts/check_forecast.py
+    python scripts/check_forecast.py --also benchmarks/forecast.json     # goes on with what is missing or failed there
     python scripts/check_forecast.py --part 2/3 --also benchmarks/forecast.json
 
 Memory is what PyTorch has allocated at most, time is the median of the timed steps.
@@ -72,9 +73,11 @@ def main(argv: list[str] | None = None) -> int:
         "off_by": "forecast / measured - 1",
     }
     if arguments.also is not None:
-        report.rows.extend(json.loads(arguments.also.read_text())["rows"])
+        known = json.loads(arguments.also.read_text())["rows"]
+        report.rows.extend(found for found in known if not found["failed"])
+    done = {found["run"] for found in report.rows}
     deadline = time.monotonic() + 60 * arguments.minutes
-    for run in arguments.runs:
+    for run in (run for run in arguments.runs if run not in done):
         left = deadline - time.monotonic()
         found = {"failed": "not run: out of time"} if left < 10 else run_row(run, arguments, left)
         report.rows.append({"run": run, "failed": None} | found)
@@ -89,7 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", help="which share of the runs, such as 2/3 (1/1)")
     parser.add_argument("--run", action="append", dest="runs", help="a run of one's own, such as 'gpt2 4k x 8'")
-    parser.add_argument("--also", type=Path, help="JSON of an earlier part whose rows come first")
+    parser.add_argument("--also", type=Path, help="JSON of an earlier call, to go on from")
     parser.add_argument("--seconds", type=float, default=3.0, help="timed seconds of a row (3)")
     parser.add_argument("--row-seconds", type=float, default=120.0, help="longest a row may take in all (120)")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no row after this long (9)")
