@@ -3,7 +3,7 @@
 A token behind a long context is little work in some four hundred kernels, which take the host longer to launch than a
 GPU to run. A graph launches them all at once, with the same arguments: so the token, its position and what follows from
 it lie on the device, and attention goes over the cache's whole memory, of which the plan hides what is not written yet.
-Shapes that stay the same can be compiled too, which leaves a third of the kernels.
+Shapes that stay the same can be compiled too, which leaves fewer kernels.
 """
 
 import functools
@@ -42,8 +42,7 @@ class OneToken:
         cache: whole pieces in capacity, with at least one token in it.
         piece: keys a piece.
         plans: of the model's layers, for which `why_not` has nothing to say.
-        compiled: let torch.compile fuse what lies between matrix products and attention, which takes it some ten
-            seconds at a model's first token.
+        compiled: let torch.compile fuse what lies between matrix products and attention; it does so at the first token.
     """
 
     def __init__(self, model: GPT, cache: Cache, piece: int, plans: Sequence[Plan], compiled: bool = False) -> None:
