@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flashtrain.config.build import ConfigError, build, convert, leaf_types, optional_keys, unknown_key
+from flashtrain.config.interpolations import resolved
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
@@ -139,7 +140,7 @@ def _problems_of_the_rest(overrides: list[str], conf: Path) -> Sequence[str]:
     """What is wrong with the combination of those overrides that are right one by one: all comes in one message."""
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            build(OmegaConf.to_container(compose("config", overrides), resolve=True))  # type: ignore[arg-type]
+            build(resolved(compose("config", overrides)))
     except ConfigError as error:
         return error.problems
     except (HydraException, OmegaConfBaseException) as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
-from flashtrain.config.build import ConfigError, build
+from flashtrain.config.build import build
 from flashtrain.config.from_folder import with_folder
+from flashtrain.config.interpolations import resolved
 from flashtrain.config.resume import resumed
 from flashtrain.config.schema import Config
 
@@ -33,10 +33,7 @@ def configured(
     devices = [] if started is None else [f"trainer.devices={started}"]  # a resumed run takes its changes from there
     if started is not None:
         composed.trainer.devices = started
-    try:
-        raw: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
-    except OmegaConfBaseException as error:
-        raise ConfigError([str(error)]) from error
+    raw = resolved(composed)
     if again and _has_begun(raw):
         raw["resume"], arguments = raw["run_id"], []
     arguments = [*arguments, *devices]

@@ -106,8 +106,37 @@ def test_an_interpolation_that_leads_nowhere_names_its_key_without_a_traceback(v
         [sys.executable, "train.py", f"seed={value}"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
-    assert "full_key: seed" in done.stderr
+    assert f"  - seed={value}: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (("seed=${seed}",), ("seed=${seed}",)),
+        (("model.batch_tokens=${trainer.batch_tokens}",), ("model.batch_tokens=${", "trainer.batch_tokens=${model.")),
+        (("logger.tags=[a,'${seed}']", "seed=${seq_len}", "seq_len=${seed}"),
+         ("logger.tags[1]=${seed}", "seed=${seq_len}", "seq_len=${seed}")),
+    ],
+    ids=["itself", "what stands in conf", "and what leads there"],
+)  # fmt: skip
+def test_interpolations_that_go_round_in_a_circle_name_every_key_before_a_run_has_a_folder(tmp_path, overrides, keys):
+    runs = tmp_path / "runs"
+    done = subprocess.run(
+        [sys.executable, "train.py", f"runs_dir={runs}", *overrides],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    told = done.stderr.splitlines()
+    assert f"{len(keys)} problem" in told[0] and len(told) == 1 + len(keys)
+    for key in keys:
+        assert any(line.startswith(f"  - {key}") and "round in a circle" in line for line in told), done.stderr
+    assert not runs.exists()
+
+
+def test_a_circle_is_told_together_with_a_typo():
+    message = problems_of("seqlen=16k", "seed=${seed}")
+    assert "2 problems" in message and "seed=${seed}: leads round in a circle" in message
 
 
 def test_help_explains_the_groups_without_a_run():
