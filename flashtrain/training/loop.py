@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class StageOver(Exception):
-    """The fit ended with a validation that an earlier stop had left undone: there is no step to train in it."""
+    """The fit ended before its first step: a signal came first, or a validation that an earlier stop had left undone
+    was all that it had to do."""
 
 
 class Deadline:
@@ -75,6 +76,9 @@ class Loop(pl.Callback):
             trainer.fit_loop.epoch_loop.max_steps += 1
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.preemption.asked():  # there is nothing to save that is not saved
+            self.stop_reason = "signal"
+            raise StageOver
         self.deadline.start()
         # A checkpoint that was resumed needs no second copy.
         self.checkpoints.saved_step = trainer.global_step or None

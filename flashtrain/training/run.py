@@ -17,7 +17,7 @@ from flashtrain.training import checkpoints as ckpt
 from flashtrain.training.attention_report import AttentionReport
 from flashtrain.training.beginnings import is_anew, prepare_beginning
 from flashtrain.training.curriculum import Progress, attempts, check_attempts, describe, stage_config
-from flashtrain.training.distributed.processes import Processes, join, record_failure
+from flashtrain.training.distributed.processes import join, record_failure
 from flashtrain.training.distributed.replicas import Replicas
 from flashtrain.training.forecast import Forecast
 from flashtrain.training.hardware import choose_device, choose_precision, device_name, peak_memory_gib
@@ -45,37 +45,25 @@ def run(config: Config, changes: list[str]) -> int:
     """
     if config.plan.only:
         return show_plan(config) if is_first_started(os.environ) else 0
-    try:
-        processes = join(config)
-        folder = open_folder(config, processes)
-        display = Display(folder.log, config.trainer.max_steps, processes.rank)
-    except (ValueError, OSError) as error:
-        complain(str(error))
-        return 1
-    this = _Run(config, folder, display, processes)
-    try:
-        for change in changes:
-            logger.info("changed on resume: %s", change)
-        this.prepare()
-        if config.resume and processes.is_first:
-            folder.write_config(config)  # not before: changes with which it cannot go on shall not stay
-        this.train()
-    except KeyboardInterrupt:
-        this.status, this.exit_code = "stopped", 130
-    except Exception as error:
-        this.fail(error)
-    finally:
-        this.finish()
-        display.close()
-    processes.leave(together=this.complete)
-    return this.exit_code
+    with contextlib.ExitStack() as signals:
+        try:
+            processes = join(config)
+            preemption = Preemption(processes)
+            signals.enter_context(preemption.installed())  # from here on there may be a folder, which gets a summary
+            folder = open_folder(config, processes)
+            display = Display(folder.log, config.trainer.max_steps, processes.rank)
+        except (ValueError, OSError) as error:
+            complain(str(error))
+            return 1
+        return _Run(config, folder, display, preemption).through(changes)
 
 
 class _Run:
     """The parts of one run, put together."""
 
-    def __init__(self, config: Config, folder: RunFolder, display: Display, processes: Processes) -> None:
-        self.config, self.folder, self.display, self.processes = config, folder, display, processes
+    def __init__(self, config: Config, folder: RunFolder, display: Display, preemption: Preemption) -> None:
+        self.config, self.folder, self.display = config, folder, display
+        self.preemption, self.processes = preemption, preemption.processes
         self.device: torch.device | None = None
         self.status, self.exit_code = "failed", 1
         self.complete = False  # all processes came to the end of the training
@@ -86,10 +74,31 @@ class _Run:
         self.trainer: pl.Trainer | None = None
         self.facts: dict[str, Any] = {}
         self.resume_from: ckpt.Start | None = None
+        self.looked = False  # for what to resume from
         self.progress = Progress()
         self.launched = ""
         self.forecast: Forecast | None = None
         self.work: Work
+
+    def through(self, changes: list[str]) -> int:
+        """From the beginning to the end, whatever that is; returns the exit code."""
+        try:
+            for change in changes:
+                logger.info("changed on resume: %s", change)
+            with self.preemption.interrupting():
+                self.prepare()
+            if self.config.resume and self.processes.is_first:
+                self.folder.write_config(self.config)  # not before: changes with which it cannot go on shall not stay
+            self.train()
+        except KeyboardInterrupt:
+            self.status, self.exit_code = "stopped", self.preemption.exit_code or 130
+        except Exception as error:
+            self.fail(error)
+        finally:
+            self.finish()
+            self.display.close()
+        self.processes.leave(together=self.complete)
+        return self.exit_code
 
     def prepare(self) -> None:
         """Everything that can go wrong before the first step."""
@@ -140,24 +149,21 @@ class _Run:
         self.processes.meet()
         if self.processes.is_first:
             self.trackers = build_trackers(config, self.folder, (here.step if here else 0) if config.resume else None)
-        preemption, deadline = Preemption(self.processes), Deadline(config.trainer.max_time)
-        try:
-            while self._fit(here, preemption, deadline) == "stage":
-                here = self._checkpoint(resuming=True)
-                assert here is not None
-                self._enter(here)
-        finally:
-            preemption.restore()
+        deadline = Deadline(config.trainer.max_time)
+        while self._fit(here, deadline) == "stage":
+            here = self._checkpoint(resuming=True)
+            assert here is not None
+            self._enter(here)
         assert self.loop is not None
-        self.status = "stopped" if preemption.requested else "finished"
-        self.exit_code = preemption.exit_code
+        self.status = "stopped" if self.preemption.requested else "finished"
+        self.exit_code = self.preemption.exit_code
         if self.status == "finished" and self.processes.is_first:
             self.facts |= self.work.at_end(self.loop.figures)
         self.complete = True
 
-    def _fit(self, start: ckpt.Start | None, preemption: Preemption, deadline: Deadline) -> str | None:
+    def _fit(self, start: ckpt.Start | None, deadline: Deadline) -> str | None:
         """Train in the present stage until it ends; returns why it did."""
-        config, trainer_config = self.work.config, self.config.trainer
+        config, trainer_config, preemption = self.work.config, self.config.trainer, self.preemption
         assert self.device is not None
         self.meter = Meter(
             config, self.task.head_size, self.precision, self.device, self._row, self.progress, self.processes
@@ -198,13 +204,12 @@ class _Run:
         """Write the summary and close the trackers, whatever happened; of several processes the first does."""
         if not self.processes.is_first:
             return
-        step = self.trainer.global_step if self.trainer else self.resume_from.step if self.resume_from else 0
-        config = stage_config(self.config, self.progress)
+        step, config = self.steps, stage_config(self.config, self.progress)
         summary = {
             "run_id": self.folder.run_id,
             "status": self.status,
             "steps": step,
-            "tokens": self.progress.tokens_at(step, config) if step else 0,
+            "tokens": self.progress.tokens_at(step, config) if step else step,
             "train_loss": self.meter.last_row.get("train_loss") if self.meter else None,
             "val_loss": None,
             **(self.loop.figures if self.loop else {}),
@@ -225,7 +230,8 @@ class _Run:
             self.exit_code = 1
         for tracker in self.trackers:
             tracker.finish(self.status, summary)
-        logger.info("%s after %d steps: %s", self.status, step, self.folder.path)
+        when = "before it went on" if step is None else f"after {step} steps"
+        logger.info("%s %s: %s", self.status, when, self.folder.path)
         if self.status == "stopped":
             logger.info("go on with: python train.py resume=%s", self.folder.run_id)
 
@@ -242,6 +248,8 @@ class _Run:
             lines = [str(error)]
         elif lost := self.processes.loss_behind(error):
             lines = [lost]
+            if self.loop is None and self.preemption.alone():  # as the others were, who have ended before
+                self.status, self.exit_code = "stopped", self.preemption.exit_code
         else:
             lines = [traceback.format_exc()]
         if not self.processes.first_tells(lines[0]):
@@ -251,6 +259,15 @@ class _Run:
             logger.debug("%s", traceback.format_exc())
         if not lost:  # it is another one that failed
             record_failure(error)
+
+    @property
+    def steps(self) -> int | None:
+        """The steps that are done; None for a resumed run that does not know of its checkpoint yet."""
+        if self.trainer is not None:
+            return self.trainer.global_step
+        if self.resume_from is not None:
+            return self.resume_from.step
+        return None if self.config.resume and not self.looked else 0
 
     def place(self, error: Exception) -> str:
         """Where the run was, for a message."""
@@ -265,6 +282,7 @@ class _Run:
         if not (resuming or self.config.resume):
             return None
         start = ckpt.Start.at_newest(self.folder.checkpoints)
+        self.looked = True
         if start is None:
             logger.info("%s stopped before its first checkpoint: starting it afresh", self.folder.run_id)
         return start

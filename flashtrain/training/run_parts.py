@@ -37,7 +37,12 @@ def open_folder(config: Config, processes: Processes) -> RunFolder:
             run_id = folder.run_id
         except ValueError as error:
             problem = str(error)
-    run_id, problem = processes.same((run_id, problem))
+    try:
+        run_id, problem = processes.same((run_id, problem))
+    except RuntimeError:  # some ended meanwhile, such as by a signal before they heeded any
+        if not run_id:
+            raise
+        return folder  # in which the run will say so, or that it was stopped too
     if problem:
         processes.leave(together=True)
         raise ValueError(problem if processes.is_first else f"rank {processes.rank}: the run cannot start")
