@@ -23,6 +23,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, GREY, LIGHT_BLUE, BLACK = COLOURS
 STYLES: dict[str, tuple[str, ...]] = {
     "ours": ("flashtrain", BLUE),
     "hopper": ("flashtrain (Hopper)", BLACK),
+    "hopper_deterministic": ("flashtrain (Hopper), deterministic", BLACK, ":"),
     "portable": ("flashtrain (Triton)", BLUE),
     "standard": ("standard attention", RED),
     "sdpa_cudnn": ("PyTorch SDPA, cuDNN", GREEN),

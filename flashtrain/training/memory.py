@@ -15,7 +15,9 @@ from flashtrain.data.tokenizers import load_tokenizer
 from flashtrain.models.dimensions import Dimensions
 from flashtrain.models.loss import why_not_liger
 from flashtrain.models.recompute import Recompute
+from flashtrain.training.classification import check_stages
 from flashtrain.training.curriculum import Progress, coming
+from flashtrain.training.distributed.processes import Processes
 from flashtrain.training.forecast import GPUS, SAFE, Case, Forecast, Gpu, choose, describe, gpu_called
 from flashtrain.training.forecast.case import backend_on, count_parameters
 from flashtrain.training.forecast.report import stage_lines
@@ -29,7 +31,10 @@ from flashtrain.training.visibility import LayerMasks, visible_pairs
 _CPU_SHARE = 0.4
 
 
-def forecast(config: Config, vocab_size: int, precision: str, device: torch.device, pairs: float) -> Forecast:
+def forecast(
+    config: Config, vocab_size: int, precision: str, device: torch.device, pairs: float,
+    processes: Processes | None = None,
+) -> Forecast:  # fmt: skip
     """What a run costs on `device`, with the memory settings that it leaves open chosen.
 
     Args:
@@ -38,6 +43,8 @@ def forecast(config: Config, vocab_size: int, precision: str, device: torch.devi
         precision: Lightning's name of the number format.
         device: where the model will be.
         pairs: visible query-key pairs a sequence and head, the mean over layers.
+        processes: of the run, which all call this: they compute again the same, by the one that has the least memory.
+            Where they did not, some would wait for what others never send.
 
     Raises:
         ValueError: the run does not fit the GPU, with the forecast and the ways out; or its loss cannot run there.
@@ -48,6 +55,8 @@ def forecast(config: Config, vocab_size: int, precision: str, device: torch.devi
     # Of the machine, which the processes on it share.
     host = float(device_memory_bytes(torch.device("cpu"))) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpu = gpu_called(torch.cuda.get_device_name(device), memory) if device.type == "cuda" else None
+    if processes is not None:
+        memory, host = (-number for number in processes.most(-memory, -host))
     head = torch.empty(
         1, 1, 1, Dimensions.of(config.model).head_dim, device=device,
         dtype=torch.float32 if precision == "32-true" else torch.bfloat16,
@@ -55,7 +64,8 @@ def forecast(config: Config, vocab_size: int, precision: str, device: torch.devi
     backend = choose_backend(config.attention.backend, head)
     case = _case(config, vocab_size, precision, device.type == "cuda", backend, pairs, gpu)
     planned = (SAFE if device.type == "cuda" else _CPU_SHARE) * memory
-    found = Forecast.of(replace(case, how=choose(case, planned, host)), memory, host)
+    how = choose(case, planned, host)
+    found = Forecast.of(replace(case, how=how if processes is None else processes.same(how)), memory, host)
     if device.type == "cuda":
         refuse_what_does_not_fit(found)
     return found
@@ -114,6 +124,8 @@ def show_plan(config: Config) -> int:
     Of several stages it is that of the first one that does not fit, or of the last, and a line for each.
     """
     try:
+        if config.images is not None:
+            check_stages(config, config)
         stages = [plan(stage) for stage in coming(config, Progress())]
     except (ValueError, OSError) as error:
         complain(str(error))

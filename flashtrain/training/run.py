@@ -137,7 +137,7 @@ class _Run:
             prepare_beginning(task, config, start, self.folder.checkpoints, keeps=self.processes.is_first)
         seq_len, head_size = self.work.config.seq_len, task.head_size
         pairs = float(visible_pairs(task.masks.lower(1, seq_len, device)))
-        self.forecast = forecast(self.work.config, head_size, self.precision, device, pairs)
+        self.forecast = forecast(self.work.config, head_size, self.precision, device, pairs, self.processes)
         task.model.checkpoint_blocks = self.forecast.case.how
         task.join(Replicas(self.processes, config.trainer.strategy, config.trainer.shard), device)
         self.launched = choose_launching(task, self.work.config, device)

@@ -140,12 +140,15 @@ def _standard(shape: Shape, device: torch.device) -> Implementation:
     return Implementation("standard", functools.partial(standard, causal=shape.causal))
 
 
-def _ours(name: str, backend: str, shape: Shape, device: torch.device) -> Implementation:
+def _ours(
+    name: str, backend: str, shape: Shape, device: torch.device, deterministic: bool | None = None
+) -> Implementation:
     if backend not in BACKENDS:
         raise Unavailable(f"attention has no backend {backend!r}; it has {', '.join(BACKENDS)}")
     mask = Causal() if shape.causal else None
     plan = lower(mask, shape.batch, shape.seq_len, shape.seq_len, device)
-    return Implementation(name, functools.partial(attention, mask=plan, backend=backend))
+    call = functools.partial(attention, mask=plan, backend=backend, deterministic=deterministic)
+    return Implementation(name, call)
 
 
 def _sdpa(name: str, kernel: SDPBackend | None, shape: Shape, device: torch.device) -> Implementation:
@@ -191,6 +194,7 @@ def _flash_attn4(shape: Shape, device: torch.device) -> Implementation:
 BUILDERS: dict[str, Callable[[Shape, torch.device], Implementation]] = {
     "portable": functools.partial(_ours, "portable", "portable"),
     "hopper": functools.partial(_ours, "hopper", "hopper"),
+    "hopper_deterministic": functools.partial(_ours, "hopper_deterministic", "hopper", deterministic=True),
     "standard": _standard,
     "standard_backend": functools.partial(_ours, "standard_backend", "standard"),
     "sdpa_cudnn": functools.partial(_sdpa, "sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),

@@ -176,12 +176,14 @@ def test_stopped_anywhere_and_resumed_it_is_equal_bit_for_bit(staged, tmp_path, 
         ("side:36", "classifier.tile=[8, 16]: height and width must divide the side of 36 pixels"),
     ],
 )
-def test_a_later_stage_that_cannot_be_ends_the_run_before_anything_is_made(image_config, tmp_path, stage, told):
+def test_a_later_stage_that_cannot_be_ends_the_run_before_anything_is_made(image_config, tmp_path, capsys, stage, told):
     changes = ("curriculum=path_x", f"curriculum.stages=[{{max_steps:2}},{{{stage},max_steps:2}},{{max_steps:9}}]")
     assert run(image_config(*changes, "classifier.token_order=tiles", "run_id=a"), []) == 1
     assert f"curriculum.stages[1]: {told}" in (tmp_path / "runs" / "a" / "train.log").read_text()
     assert summary(tmp_path / "runs" / "a")["steps"] == 0
     assert not (tmp_path / "prepared").exists()
+    assert run(image_config(*changes, "classifier.token_order=tiles", "plan.only=true", "plan.gpu=h200"), []) == 1
+    assert f"curriculum.stages[1]: {told}" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

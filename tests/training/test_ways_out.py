@@ -109,3 +109,26 @@ def test_processes_of_a_machine_share_its_memory(make_config, monkeypatch):
     alone = memory.forecast_of(config, 256, "32-true", device)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert memory.forecast_of(config, 256, "32-true", device).host_memory == alone.host_memory / 8
+
+
+class OneOfTwo:
+    """The second process, whose machine has more memory than the first one's, with `first` bytes."""
+
+    def __init__(self, first):
+        self.first, self.chosen = first, Recompute("full")
+
+    def most(self, *numbers):
+        return [max(number, -self.first) for number in numbers]
+
+    def same(self, value):
+        return self.chosen
+
+
+def test_processes_of_unequal_machines_compute_again_the_same(make_config, monkeypatch):
+    config, device = make_config(), torch.device("cpu")
+    own = memory.forecast(config, 256, "32-true", device, 100.0)
+    assert own.case.how != Recompute("full")
+    other = OneOfTwo(own.device_bytes / 2)
+    found = memory.forecast(config, 256, "32-true", device, 100.0, other)
+    assert found.device_bytes == other.first
+    assert found.case.how == other.chosen
