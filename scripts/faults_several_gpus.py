@@ -224,7 +224,7 @@ FAULTS = [
     Fault(
         "signals: the same one twice ends the process at once",
         "training/preemption.py",
-        "elif now - self._since > _ONE_SIGNAL:",
+        "elif now - since > _ONE_SIGNAL:",
         "else:",
         (
             "training/distributed/test_starting.py::test_a_signal_that_comes_twice_at_once_counts_once_and_a_later_one_ends_the_process",

@@ -23,7 +23,7 @@ TINY = (
     "model=tiny", "model.num_layers=1", "model.num_heads=2", "model.hidden_size=32", "logger=csv", "data=text",
     "data.min_document_tokens=200", "data.val_fraction=0.3", "trainer.accelerator=cpu", "trainer.batch_tokens=256",
     "trainer.micro_batch_tokens=256", "trainer.max_steps=3", "trainer.val_tokens=256",
-    "trainer.checkpoint_every_n_steps=3",
+    "trainer.checkpoint_every_n_steps=3", "schedule.first_length=16", "schedule.length_steps=2",
 )  # fmt: skip
 
 
