@@ -19,7 +19,6 @@ from flashtrain.training.run import run
 from flashtrain.training.visibility import LayerMasks, visible_pairs
 
 from .conftest import figures, go_on, metrics, summary
-from .test_sweeps import sweep
 
 CPU, VOCAB = torch.device("cpu"), 257
 # Four blocks of 64; under a causal mask a block sees itself and, but for the first, the first one.
@@ -269,13 +268,3 @@ def test_images_train_on_tiles_in_either_order(image_config, tmp_path, order):
     said = summary(tmp_path / "runs" / "m")
     assert said["status"] == "finished" and 0.2 < said["attention_density"] < 0.9
     assert f"tiles_2d in blocks of 128, {100 * said['attention_density']:.3g} %" in log_of(tmp_path)
-
-
-def test_a_sweep_over_attention_trains_dense_and_sparse(overrides, tmp_path):
-    sizes = [change for change in SPARSE if not change.startswith("attention")]
-    done = sweep(overrides, *sizes, "attention=flash,block_sparse", "run_id=both")
-    assert done.returncode == 0, done.stdout + done.stderr
-    dense, sparse = (summary(tmp_path / "runs" / "both" / number) for number in "01")
-    assert dense["status"] == sparse["status"] == "finished"
-    assert "attention_layers" not in dense
-    assert sparse["attention_layers"][0]["layout"] == "local_global"

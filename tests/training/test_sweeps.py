@@ -34,22 +34,24 @@ def test_a_sweep_gives_each_job_its_own_folder_and_its_own_tracked_run_in_one_gr
     done = sweep(
         overrides,
         "logger=wandb",
-        "seq_len=16,0.03125k",  # 32
-        "attention=flash",
-        "trainer.max_steps=5",
-        "run_id=lengths",
+        "attention=flash,block_sparse",
+        "seq_len=256",
+        "trainer.batch_tokens=512",
+        "trainer.max_steps=4",
+        "run_id=both",
         HOME=str(tmp_path),  # no key is configured there: wandb must go offline by itself and never ask
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = tmp_path / "runs" / "lengths"
+    folder = tmp_path / "runs" / "both"
     runs = [folder / "0", folder / "1"]
-    assert [summary(run)["seq_len"] for run in runs] == [16, 32]
     assert all(summary(run)["status"] == "finished" for run in runs)
+    dense, sparse = map(summary, runs)
+    assert "attention_layers" not in dense
+    assert sparse["attention_layers"][0]["layout"] == "local_global"
     tracked = [read_offline_run(run) for run in runs]
     assert len({record.run_id for record in tracked}) == 2
     for run, record in zip(runs, tracked, strict=True):
-        assert record.group == "lengths"
-        assert record.config["seq_len"] == summary(run)["seq_len"]
+        assert record.group == "both"
         assert record.config == yaml.safe_load((run / "config.yaml").read_text())
         losses = [(row["step"], row["train_loss"]) for row in record.history if "train_loss" in row]
         assert losses == [(int(row["step"]), float(row["train_loss"])) for row in metrics(run)]
@@ -58,17 +60,13 @@ def test_a_sweep_gives_each_job_its_own_folder_and_its_own_tracked_run_in_one_gr
 
 
 def test_a_job_that_fails_stops_no_other_and_the_exit_code_tells(overrides, tmp_path):
-    good = next(text for text in overrides if text.startswith("data.path=")).split("=")[1]
-    done = sweep(
-        overrides,
-        f"data.path={tmp_path / 'missing'},{good}",
-        "trainer.max_steps=2",
-        "run_id=mixed",
-    )
+    lengths = "seq_len=16k,0.03125k"  # more than there is to hold out, and 32
+    done = sweep(overrides, lengths, "trainer.batch_tokens=16k", "trainer.max_steps=2", "run_id=mixed")
     assert done.returncode == 1, done.stdout
     folder = tmp_path / "runs" / "mixed"
     assert [summary(folder / n)["status"] for n in "01"] == ["failed", "finished"]
-    assert "missing" in done.stdout
+    assert [yaml.safe_load((folder / n / "config.yaml").read_text())["seq_len"] for n in "01"] == [16384, 32]
+    assert "seq_len=16384" in done.stdout
     assert json.loads((folder / "0" / "overrides.json").read_text())[0].startswith("model.num_layers")
 
 
